@@ -1,0 +1,1 @@
+"""Columns in, columns out: stages of RL post-training over a columnar queue."""

@@ -1,0 +1,399 @@
+"""The run on Ray: one coordinator actor, one actor per process of workers, and their supervision.
+
+The only importer of ray. The driver itself imports neither torch nor the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dataflow.config import RunConfig
+from dataflow.console import Console
+from dataflow.errors import RunError
+from dataflow.events import Claim
+from dataflow.journal import JournalWriter
+from dataflow.pipeline import Pipeline
+from dataflow.service import CoordinatorService, Status, coordinator_for
+from dataflow.stage import StageContext
+from dataflow.worker import Metrics, Report, Stop, Worker
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+STOP_S = 6.0
+
+
+@dataclass(frozen=True)
+class Boot:
+    """What an actor needs to come up."""
+
+    config: RunConfig
+    pipeline: Pipeline
+    run_dir: Path
+    run_id: str
+
+
+class _CoordinatorActor:
+    """The coordinator and the owner of the queue, in one process: neither is of use without the other."""
+
+    def __init__(self, boot: Boot) -> None:
+        _redirect_output(boot.run_dir, "coordinator")
+        self._boot = boot
+        self._service: CoordinatorService | None = None
+        self._ready = asyncio.Event()
+        self._queue: Any = None
+
+    async def start(self) -> float:
+        """Start the queue and the state machine; returns the seconds it took."""
+        from dataflow import tq
+
+        started = time.monotonic()
+        boot = self._boot
+        await asyncio.to_thread(tq.start, boot.config.queue.storage_units)
+        self._queue = await asyncio.to_thread(
+            tq.TransferQueue, boot.pipeline.columns, boot.pipeline.producers, boot.config.queue.timeout_s
+        )
+        limits = boot.config.limits
+        coordinator = coordinator_for(boot.pipeline, boot.run_id, limits.lease_s, limits.max_empty_windows)
+        self._service = CoordinatorService(coordinator, self._queue.clear, boot.run_dir / "journal")
+        self._ticks = asyncio.create_task(self._service.tick_forever())
+        self._ready.set()
+        return time.monotonic() - started
+
+    async def ready(self) -> None:
+        """Wait until `start` has finished."""
+        await self._ready.wait()
+
+    async def joined(self, worker: str, stage: str) -> None:
+        await self._it.joined(worker, stage)
+
+    async def claim(self, worker: str, loaded_version: int) -> Claim | None | bool:
+        """As `Control.claim`; False in place of raising Stop."""
+        try:
+            return await self._it.claim(worker, loaded_version)
+        except Stop:
+            return False
+
+    async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
+        await self._it.report(reports, metrics, window)
+
+    async def heartbeat(self, worker: str) -> None:
+        await self._it.heartbeat(worker)
+
+    async def died(self, workers: Sequence[str], reason: str) -> None:
+        await self._it.died(workers, reason)
+
+    async def status(self, closed_from: int, alarms_from: int) -> Status:
+        return await self._it.status(closed_from, alarms_from)
+
+    async def stop(self, reason: str) -> None:
+        if self._service is not None:
+            await self._service.stop(reason)
+
+    async def close(self) -> None:
+        """End the queue's actors and close the journal."""
+        from dataflow import tq
+
+        if self._service is not None:
+            self._ticks.cancel()
+            await self._service.close()
+        await asyncio.to_thread(tq.shut_down)
+
+    @property
+    def _it(self) -> CoordinatorService:
+        if self._service is None:
+            raise RunError("the coordinator has not started")
+        return self._service
+
+
+class _RemoteControl:
+    """`worker.Control` over a Ray actor handle."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self._coordinator = coordinator
+
+    async def joined(self, worker: str, stage: str) -> None:
+        await self._coordinator.joined.remote(worker, stage)
+
+    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
+        answer: Claim | None | bool = await self._coordinator.claim.remote(worker, loaded_version)
+        if isinstance(answer, bool):
+            raise Stop
+        return answer
+
+    async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
+        await self._coordinator.report.remote(reports, metrics, window)
+
+    async def heartbeat(self, worker: str) -> None:
+        await self._coordinator.heartbeat.remote(worker)
+
+
+class _ProcessActor:
+    """One process of workers."""
+
+    def __init__(self, boot: Boot, name: str, workers: Sequence[tuple[str, str]], coordinator: Any) -> None:
+        _redirect_output(boot.run_dir, name)
+        self._boot = boot
+        self._members = workers
+        self._coordinator = coordinator
+        self._workers: list[Worker] = []
+
+    async def start(self) -> float:
+        """Set the stages up, wait for the queue and attach to it; returns the seconds it took."""
+        started = time.monotonic()
+        boot, journal = self._boot, self._boot.run_dir / "journal"
+        control = _RemoteControl(self._coordinator)
+        queue = _LateQueue()
+        for worker, stage_name in self._members:
+            stage = boot.pipeline.stages[stage_name]
+            context = StageContext(boot.run_id, boot.run_dir, worker, boot.config.run.seed)
+            writer = JournalWriter(journal, stage_name, worker)
+            self._workers.append(Worker(worker, stage, boot.pipeline, control, queue, writer, context))
+        for worker in self._workers:
+            await worker.setup()
+        await self._coordinator.ready.remote()
+        await asyncio.to_thread(queue.attach, boot)
+        return time.monotonic() - started
+
+    async def pid(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    async def run(self) -> None:
+        """Work until the run is over."""
+        await asyncio.gather(*(worker.run() for worker in self._workers))
+
+
+class _LateQueue:
+    """A TransferQueue client that is made only when the queue is known to be there.
+
+    Attaching earlier would start a second queue with default settings.
+    """
+
+    def __init__(self) -> None:
+        self._queue: Any = None
+
+    def attach(self, boot: Boot) -> None:
+        from dataflow import tq
+
+        self._queue = tq.TransferQueue(boot.pipeline.columns, boot.pipeline.producers, boot.config.queue.timeout_s)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+
+def _redirect_output(run_dir: Path, name: str) -> None:
+    """Send everything the process prints, libraries included, to its log file."""
+    folder = run_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
+
+
+class _Cluster:
+    """The actors of one run, and what is done when one dies."""
+
+    def __init__(self, boot: Boot, console: Console) -> None:
+        self.boot = boot
+        self.console = console
+        self.coordinator: Any = None
+        self.processes: dict[str, Any] = {}
+        self.running: dict[Any, str] = {}
+        self.restarts: dict[str, int] = {}
+        self.restarting: set[str] = set()
+        self.members = boot.pipeline.processes()
+
+    def start(self) -> None:
+        """Start everything at once, and report each process as it comes up."""
+        import ray
+
+        began = time.monotonic()
+        environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
+        actor = ray.remote(num_cpus=0, max_concurrency=1000, max_restarts=0)(_CoordinatorActor)
+        self.coordinator = actor.options(runtime_env=environment).remote(self.boot)
+        waiting = {self.coordinator.start.remote(): "coordinator and queue"}
+        for name in self.members:
+            waiting[self._spawn(name)] = name
+        deadline = began + self.boot.config.cluster.start_timeout_s
+        while waiting:
+            done, _ = ray.wait(list(waiting), timeout=1.0)
+            for ref in done:
+                name = waiting.pop(ref)
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    raise RunError(f"{name} did not come up: {_cause(error)}") from error
+                self.console.phase_done(f"{name} is up", time.monotonic() - began)
+            if waiting and time.monotonic() > deadline:
+                raise RunError(
+                    f"still not up after {self.boot.config.cluster.start_timeout_s:g} s: {', '.join(waiting.values())} "
+                    f"(cluster.start_timeout_s sets the limit; logs are in {self.boot.run_dir / 'logs'})"
+                )
+        self._note_pids()
+        for name in self.members:
+            self.running[self.processes[name].run.remote()] = name
+
+    def _spawn(self, name: str) -> Any:
+        """Start one process; returns the reference of its start."""
+        import ray
+
+        stages = [self.boot.pipeline.stages[stage] for _, stage in self.members[name]]
+        variables = {"OMP_NUM_THREADS": "1"}
+        for stage in stages:
+            variables |= stage.environment
+        actor = ray.remote(num_cpus=0, max_concurrency=1000, max_restarts=0)(_ProcessActor)
+        self.processes[name] = actor.options(
+            num_gpus=sum(stage.num_gpus for stage in stages), runtime_env={"env_vars": variables}
+        ).remote(self.boot, name, self.members[name], self.coordinator)
+        return self.processes[name].start.remote()
+
+    def _note_pids(self) -> None:
+        """Write the workers' process ids to the run directory: for a debugger, and for tests that kill one."""
+        import json
+
+        import ray
+
+        pids = {name: ray.get(actor.pid.remote(), timeout=30) for name, actor in self.processes.items()}
+        (self.boot.run_dir / "processes.json").write_text(json.dumps(pids, indent=2) + "\n")
+
+    def watch(self) -> Status:
+        """Show progress, and restart what dies, until the run is over.
+
+        Raises:
+            RunError: If the run cannot go on.
+        """
+        import ray
+
+        while True:
+            done, _ = ray.wait(list(self.running), timeout=POLL_S) if self.running else ([], [])
+            for ref in done:
+                self._ended(ref)
+            try:
+                status: Status = ray.get(
+                    self.coordinator.status.remote(self.console.windows_shown, self.console.alarms_shown), timeout=30
+                )
+            except ray.exceptions.RayError as error:
+                raise RunError(f"the coordinator is gone: {_cause(error)}; the run cannot go on without it") from error
+            self.console.show(status)
+            self.console.check(status, self.boot.config.limits.stall_s)
+            if status.finished:
+                return status
+
+    def _ended(self, ref: Any) -> None:
+        """A process's `run` or, after a restart, `start` came to an end."""
+        import ray
+
+        name = self.running.pop(ref)
+        try:
+            ray.get(ref)
+        except ray.exceptions.RayError as error:
+            self._restart(name, _cause(error))
+            return
+        if name in self.restarting:
+            self.restarting.discard(name)
+            self._note_pids()
+            self.running[self.processes[name].run.remote()] = name
+            self.console.say(f"! process {name} is back")
+
+    def _restart(self, name: str, cause: str) -> None:
+        import ray
+
+        workers = [worker for worker, _ in self.members[name]]
+        self.restarts[name] = self.restarts.get(name, 0) + 1
+        ray.kill(self.processes[name])
+        ray.get(self.coordinator.died.remote(workers, cause), timeout=30)
+        if self.restarts[name] > self.boot.config.cluster.max_restarts:
+            raise RunError(f"process {name} died {self.restarts[name]} times, the last time of: {cause}")
+        self.console.say(f"! process {name} died ({cause}); its units are re-dispatched and it is started again")
+        self.restarting.add(name)
+        self.running[self._spawn(name)] = name
+
+    def stop(self) -> None:
+        """Let the workers finish what they hold, for a few seconds; then end everything."""
+        import ray
+
+        if self.coordinator is None:
+            return
+        try:
+            ray.get(self.coordinator.stop.remote("the run ended"), timeout=2)
+            ray.wait(list(self.running), num_returns=len(self.running), timeout=STOP_S) if self.running else None
+            ray.get(self.coordinator.close.remote(), timeout=5)
+        except ray.exceptions.RayError as error:
+            log.warning("the run did not stop in order: %s", error)
+
+
+def run_cluster(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str, console: Console) -> Status:
+    """Run a pipeline to its end on Ray.
+
+    Raises:
+        RunError: If the run cannot go on; the message says why.
+        KeyboardInterrupt: After everything was stopped.
+    """
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    with console.phase("Ray starts" if config.cluster.address is None else "Ray is joined"):
+        _join_ray(config)
+    cluster = _Cluster(Boot(config, pipeline, run_dir, run_id), console)
+    try:
+        _refuse_foreign_queue()
+        cluster.start()
+        return cluster.watch()
+    finally:
+        cluster.stop()
+        ray.shutdown()
+
+
+def _join_ray(config: RunConfig) -> None:
+    import ray
+
+    from dataflow import tq
+
+    variables = {
+        **tq.environment(config.queue.timeout_s),
+        "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+    }
+    common: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.ERROR,
+        "runtime_env": {"env_vars": variables},
+    }
+    if config.cluster.address is not None:
+        ray.init(address=config.cluster.address, **common)
+        return
+    # The queue's own actors ask for one CPU each and wait for ever if they do not get it.
+    cpus = max(os.cpu_count() or 1, config.queue.storage_units + 2)
+    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20, **common)
+
+
+def _refuse_foreign_queue() -> None:
+    import ray
+
+    from dataflow import tq
+
+    try:
+        ray.get_actor(tq.CONTROLLER, namespace=tq.NAMESPACE)
+    except ValueError:
+        return
+    raise RunError(
+        f"this Ray cluster already runs a TransferQueue (actor {tq.CONTROLLER!r} in namespace {tq.NAMESPACE!r}), and there "
+        "can be only one; stop the other run first, or leave cluster.address unset to get a cluster of its own"
+    )
+
+
+def _cause(error: Exception) -> str:
+    cause = getattr(error, "cause", None) or error
+    text = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {text[0] if text else ''}"

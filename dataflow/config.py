@@ -1,0 +1,224 @@
+"""The run's typed configuration: YAML and `key=value` arguments, merged once, validated once.
+
+A recipe subclasses `RunConfig` with its own sections; defaults live in the models and nowhere else.
+"""
+
+from __future__ import annotations
+
+import difflib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dataflow.errors import ConfigError
+from dataflow.pipeline import Pipeline, StageSpec
+
+
+class Section(BaseModel):
+    """Base of every part of a configuration: frozen, and no unknown key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSection(Section):
+    """Where a run lives."""
+
+    name: str = "run"
+    """Names the run directory; a run of the same name is kept beside it under a number."""
+    dir: str = "runs"
+    """Folder of run directories."""
+    seed: int = 0
+    """Decides the order of the prompts and every sample."""
+    save_model: bool = True
+    """Write the trained model to RUN/model at the end, in Hugging Face layout."""
+
+
+class ClusterSection(Section):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """Address of an existing Ray cluster; none starts a local one, which ends with the run."""
+    start_timeout_s: float = 300.0
+    """Longest time for all workers to come up, in seconds."""
+    max_restarts: int = 3
+    """How often one worker process may be started again after its death."""
+
+
+class QueueSection(Section):
+    """TransferQueue."""
+
+    storage_units: int = 1
+    """Storage processes; one is enough on one machine."""
+    timeout_s: float = 30.0
+    """Deadline of every queue call, in seconds."""
+
+
+class LimitsSection(Section):
+    """Bounds that keep a run from growing, hanging or going on for nothing."""
+
+    max_rows: int | None = None
+    """Credit limit: most rows of open windows, counted at worst case; none is no limit."""
+    max_bytes: int | None = None
+    """Credit limit: most bytes of open windows, counted at worst case; none is no limit."""
+    lease_s: float = 60.0
+    """Seconds without a heartbeat after which a worker's units are given to others."""
+    stall_s: float = 300.0
+    """Seconds without any progress after which the run stops and says what it waited for."""
+    max_empty_windows: int = 3
+    """Windows in a row with nothing to train on, after which the run stops."""
+
+
+class StageEntry(Section):
+    """A stage of the user's own."""
+
+    use: str
+    """Import path: `package.module:name` or `folder/file.py:name`."""
+    options: dict[str, Any] = {}
+    """Options for the stage's own config."""
+    workers: int | None = None
+    """Copies of the stage; default as the stage declares."""
+    batch_rows: int | None = None
+    """Most units in one claim; default as the stage declares."""
+    deadline_s: float | None = None
+    """Longest time for one claim, in seconds; default as the stage declares."""
+    max_attempts: int | None = None
+    """Failures of one unit before it becomes a tombstone; default as the stage declares."""
+    placement: str | None = None
+    """Stages of equal placement share one process; default as the stage declares."""
+
+
+class RunConfig(Section):
+    """What every run has, whatever its recipe."""
+
+    recipe: str = "stages.recipes:rl"
+    """Import path of the recipe that turns this configuration into a pipeline."""
+    run: RunSection = RunSection()
+    cluster: ClusterSection = ClusterSection()
+    queue: QueueSection = QueueSection()
+    limits: LimitsSection = LimitsSection()
+    stages: list[StageEntry] = []
+    """Stages of the user's own, added to the recipe's."""
+    placement: dict[str, str] = {}
+    """Stage name -> process name, to give a stage a process of its own or put some together."""
+
+    def own_stages(self) -> tuple[StageSpec, ...]:
+        """The user's stages as specifications."""
+        return tuple(
+            StageSpec(
+                entry.use,
+                entry.options,
+                entry.model_dump(include={"workers", "batch_rows", "deadline_s", "max_attempts", "placement"}),
+                f"stages[{index}]",
+            )
+            for index, entry in enumerate(self.stages)
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a configuration becomes a pipeline.
+
+    Attributes:
+        config: The configuration's model, a subclass of `RunConfig`.
+        build: Makes the pipeline; imports nothing heavy and starts nothing. Raises ConfigError.
+        prepare: Makes what the run needs and does not have, such as a built-in model; may take a while. Given the
+            configuration and a function to report progress with.
+    """
+
+    config: type[RunConfig]
+    build: Callable[[Any], Pipeline]
+    prepare: Callable[[Any, Callable[[str], None]], None]
+
+
+def load_config(path: Path | None, overrides: Sequence[str], default: Path) -> tuple[RunConfig, Recipe]:
+    """Read a YAML file, apply `key=value` overrides, and validate.
+
+    Args:
+        path: The YAML file; None takes `default`.
+        overrides: `section.key=value` texts; values are YAML.
+        default: The configuration to use when no file is named.
+
+    Raises:
+        ConfigError: Names the file or key, the nearest known key, and what was expected.
+    """
+    from dataflow.stage import import_object
+
+    data = _merge(path or default, overrides)
+    where = str(path or default)
+    recipe = import_object(str(data.get("recipe", RunConfig.model_fields["recipe"].default)), f"{where}: recipe")
+    if not isinstance(recipe, Recipe):
+        raise ConfigError(f"{where}: recipe: {data['recipe']!r} is no dataflow Recipe")
+    try:
+        return recipe.config.model_validate(data), recipe
+    except ValidationError as error:
+        raise ConfigError(_explain(error, recipe.config, where)) from None
+
+
+def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise ConfigError(f"there is no configuration file {str(path)!r}")
+    for text in overrides:
+        if "=" not in text or text.startswith("="):
+            raise ConfigError(f"argument {text!r}: expected key=value, such as rollout.n=8")
+    try:
+        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        data = OmegaConf.to_container(merged, resolve=True)
+    except (OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, got {type(data).__name__}")
+    return {str(key): value for key, value in data.items()}
+
+
+def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
+    lines = []
+    for item in error.errors():
+        key = _dotted(item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"unknown key {key!r}; {_nearest(key, model)}")
+        elif item["type"] == "value_error":
+            lines.append(f"{key}: {str(item['msg']).removeprefix('Value error, ')}" if key else str(item["msg"]).removeprefix("Value error, "))
+        else:
+            lines.append(f"{key}: {item['msg']}, got {item['input']!r}")
+    return f"{where}: " + "\n  ".join(lines)
+
+
+def _dotted(loc: Sequence[int | str]) -> str:
+    text = ""
+    for part in loc:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return text.lstrip(".")
+
+
+def _nearest(key: str, model: type[BaseModel]) -> str:
+    known = list(known_keys(model))
+    flat = key.replace("-", ".").replace("_", ".")
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    close = close or [name for name in known if name.replace("_", ".") == flat]
+    close = close or difflib.get_close_matches(key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    section = key.rpartition(".")[0]
+    near = [name for name in known if name.rpartition(".")[0] == section]
+    return f"known keys here: {', '.join(near) or ', '.join(known)}"
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> Mapping[str, str]:
+    """Every dotted key of a configuration model, with its one-line description."""
+    keys: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        annotation = field.annotation
+        inner = next((a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)), None)
+        if inner is not None and typing.get_origin(annotation) is not list:
+            keys.update(known_keys(inner, f"{prefix}{name}."))
+        else:
+            keys[prefix + name] = (field.description or "").replace("\n", " ")
+    return keys

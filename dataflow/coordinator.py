@@ -1,0 +1,707 @@
+"""Who may work on what: a pure state machine. Events in, effects out; no clock, no Ray, no I/O.
+
+Each unit has one *cell* per stage that applies to it. A cell waits for the stages before it, becomes ready,
+is leased to a worker, and ends done or dead. Everything else follows from cells: a group is ready when none of
+its cells waits any more, a window is closed when all its cells have ended. An event touches only the cells it is
+about and their consumers, so its cost does not grow with the queue.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dataflow.batch import Tombstone, Unit
+from dataflow.events import (
+    Acknowledged,
+    Admitted,
+    Alarm,
+    Claim,
+    ClaimedUnit,
+    ClaimWanted,
+    ClaimWithdrawn,
+    Dropped,
+    Effect,
+    Event,
+    Failed,
+    Finished,
+    Grant,
+    Halt,
+    Heartbeat,
+    Ledger,
+    Published,
+    Settled,
+    Tick,
+    WindowClosed,
+    WorkerDied,
+    WorkerJoined,
+)
+from dataflow.pipeline import StagePlan
+from dataflow.weights import WeightsRef
+
+WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead"
+
+
+@dataclass(eq=False)
+class _Cell:
+    """One stage's work on one unit (or, for the source, on one window)."""
+
+    stage: str
+    unit: _Unit | None
+    window: _Window
+    missing: int
+    witness: bool = False
+    state: str = WAITING
+    arrived: bool = False
+    delivery: int = -1
+    attempts: int = 0
+    deaths: int = 0
+    accepted: int = -1
+    claim: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in (DONE, DEAD)
+
+
+@dataclass(eq=False)
+class _Unit:
+    identity: Unit
+    kind: str
+    group: _Group
+    window: _Window
+    rows: int = 0
+    cells: dict[str, _Cell] = field(default_factory=dict)
+    outcome: str = ""
+    reason: str = ""
+    stage: str = ""
+
+    @property
+    def dead(self) -> bool:
+        return bool(self.outcome)
+
+
+@dataclass(eq=False)
+class _Group:
+    uid: str
+    members: list[_Unit] = field(default_factory=list)
+    baseline: _Unit | None = None
+    pending: dict[str, int] = field(default_factory=dict)
+    parked: dict[str, list[_Cell]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Window:
+    index: int
+    name: str
+    source: _Cell | None = None
+    units: dict[str, _Unit] = field(default_factory=dict)
+    groups: dict[str, _Group] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    open_cells: int = 0
+    settled: bool = False
+
+
+@dataclass(eq=False)
+class _Worker:
+    name: str
+    stage: str
+    seen: float
+    claims: dict[int, _Lease] = field(default_factory=dict)
+    tickets: list[int] = field(default_factory=list)
+    loaded_version: int = 0
+
+
+@dataclass(eq=False)
+class _Lease:
+    id: int
+    worker: _Worker
+    cells: list[_Cell]
+    deadline: float
+    alone: bool
+    retry: list[_Cell] = field(default_factory=list)
+
+
+class Coordinator:
+    """The state machine. `handle` is its one mutating method.
+
+    Args:
+        plans: The stages, in topological order.
+        run_id: Names the run's partitions.
+        windows: How many windows to admit.
+        rows_per_window: Worst-case rows of one window.
+        max_staleness: Window k is admitted when at least k - max_staleness windows are trained on.
+        max_open_windows: Credit limit, in windows; the oldest open window is never blocked.
+        lease_s: Seconds without a heartbeat after which a worker's claims are void.
+        max_empty_windows: Windows in a row with nothing to train on, after which the run stops.
+    """
+
+    def __init__(
+        self,
+        plans: Mapping[str, StagePlan],
+        run_id: str,
+        windows: int,
+        *,
+        max_staleness: int = 0,
+        max_open_windows: int | None = None,
+        lease_s: float = 60.0,
+        max_empty_windows: int = 3,
+    ) -> None:
+        self.plans = dict(plans)
+        self.windows = windows
+        self._run_id = run_id
+        self._max_staleness = max_staleness
+        self._max_open = max_open_windows
+        self._lease_s = lease_s
+        self._max_empty = max_empty_windows
+        self._source = next(name for name, plan in plans.items() if plan.granularity == "source")
+        self._trainer = next((name for name, plan in plans.items() if plan.granularity == "window"), None)
+        self._consumers: dict[str, list[str]] = defaultdict(list)
+        for name, plan in plans.items():
+            for producer in plan.depends_on:
+                self._consumers[producer].append(name)
+        self.ledger = Ledger()
+        self.weights: WeightsRef | None = None
+        self.halted = ""
+        self.finished = False
+        self._workers: dict[str, _Worker] = {}
+        self._open: dict[int, _Window] = {}
+        self._ready: dict[str, list[tuple[tuple[Any, ...], int, list[_Cell]]]] = {name: [] for name in plans}
+        self._next_window = 0
+        self._trained_windows = 0
+        self._empty_in_a_row = 0
+        self._serial = 0
+        self._effects: list[Effect] = []
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            WorkerJoined: self._worker_joined,
+            WorkerDied: self._worker_died,
+            ClaimWanted: self._claim_wanted,
+            ClaimWithdrawn: self._claim_withdrawn,
+            Heartbeat: self._heartbeat,
+            Admitted: self._admitted,
+            Acknowledged: self._acknowledged,
+            Failed: self._failed,
+            Dropped: self._dropped,
+            Published: self._published,
+            Tick: self._tick,
+        }
+        self._offer_windows()
+        self._effects.clear()
+
+    # ---- events -------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event and return what follows from it, in order."""
+        self._effects = []
+        self._handlers[type(event)](event)
+        if not self.halted:
+            self._grant_waiting(event.now)
+        return self._effects
+
+    def _worker_joined(self, event: WorkerJoined) -> None:
+        self._workers[event.worker] = _Worker(event.worker, event.stage, event.now)
+
+    def _worker_died(self, event: WorkerDied) -> None:
+        worker = self._workers.pop(event.worker, None)
+        if worker is None:
+            return
+        plan = self.plans[worker.stage]
+        if plan.one_owner:
+            self._halt(f"worker {worker.name} of stage {worker.stage!r} died ({event.reason}); it has one owner and is not started again")
+            return
+        for lease in list(worker.claims.values()):
+            for cell in lease.cells:
+                if cell.claim == lease.id and cell.state == LEASED:
+                    cell.deaths += 1
+                    if lease.alone and cell.unit is not None:
+                        self._bury(cell, f"killed its worker {cell.deaths} times, the last time alone ({event.reason})")
+        self._release_worker(worker)
+
+    def _claim_wanted(self, event: ClaimWanted) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.tickets.append(event.ticket)
+            worker.seen, worker.loaded_version = event.now, event.loaded_version
+
+    def _claim_withdrawn(self, event: ClaimWithdrawn) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None and event.ticket in worker.tickets:
+            worker.tickets.remove(event.ticket)
+
+    def _heartbeat(self, event: Heartbeat) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.seen = event.now
+
+    def _published(self, event: Published) -> None:
+        if self.weights is None or event.weights.version > self.weights.version:
+            self.weights = event.weights
+
+    def _tick(self, event: Tick) -> None:
+        for worker in list(self._workers.values()):
+            if self.plans[worker.stage].one_owner:
+                for lease in worker.claims.values():
+                    if event.now > lease.deadline:
+                        self._halt(f"stage {worker.stage!r} has worked on {_what(lease.cells)} for longer than its deadline of {self.plans[worker.stage].deadline_s:g} s; raise its deadline_s if it needs more")
+                continue
+            if worker.claims and event.now - worker.seen > self._lease_s:
+                self._effects.append(Alarm(f"worker {worker.name} sent no heartbeat for {self._lease_s:g} s; its units are given to others"))
+                self._release_worker(worker)
+            for lease in list(worker.claims.values()):
+                if event.now > lease.deadline + self._lease_s:
+                    self._effects.append(Alarm(f"worker {worker.name} overran its deadline on {_what(lease.cells)}; they are given to others"))
+                    self._release(lease)
+
+    def _admitted(self, event: Admitted) -> None:
+        self._drop_lease(event.worker, event.claim)
+        window = self._open.get(event.window_index)
+        cell = window.source if window is not None else None
+        if window is None or cell is None or cell.ended:
+            self.ledger.late += 1
+            return
+        cell.state, cell.accepted, cell.claim = DONE, event.delivery, None
+        for prompt in event.prompts:
+            self._create_units(window, prompt)
+        for group in window.groups.values():
+            group.pending = self._count_pending(group.members)
+        window.pending = self._count_pending(window.units.values())
+        window.open_cells = sum(not cell.ended for unit in window.units.values() for cell in unit.cells.values())
+        for unit in list(window.units.values()):
+            if unit.dead:
+                self._kill_cells(unit)
+            else:
+                for consumer in self._consumers[self._source]:
+                    self._one_less(unit, consumer)
+        self._close_if_done(window)
+
+    def _acknowledged(self, event: Acknowledged) -> None:
+        cell = self._reported(event)
+        if cell is None or cell.unit is None:
+            return
+        cell.accepted = event.delivery
+        if self.plans[cell.stage].expands:
+            cell.unit.rows = event.rows
+        self._effects.append(Settled(cell.unit.identity, cell.stage, "done", "", event.delivery, cell.unit.rows))
+        self._end(cell, DONE)
+        self._close_if_done(cell.window)
+
+    def _failed(self, event: Failed) -> None:
+        lease = self._lease(event.worker, event.claim)
+        cell = self._reported(event)
+        if cell is None or lease is None:
+            return
+        plan = self.plans[cell.stage]
+        self.ledger.failures[cell.stage] = self.ledger.failures.get(cell.stage, 0) + 1
+        if plan.one_owner:
+            self._halt(f"stage {cell.stage!r} failed on {_what([cell])}: {event.error}")
+            return
+        cell.attempts += 1
+        if cell.unit is not None and cell.unit.dead:
+            self._end(cell, DEAD)
+        elif event.retry and cell.attempts < plan.max_attempts:
+            lease.retry.append(cell)
+        elif cell.unit is None:
+            self._halt(
+                f"stage {cell.stage!r} could not fill window {cell.window.name} in {cell.attempts} attempts: "
+                f"{event.error}"
+            )
+        else:
+            self._bury(cell, event.error)
+        if not lease.cells:
+            self._release(lease)
+        self._close_if_done(cell.window)
+
+    def _dropped(self, event: Dropped) -> None:
+        cell = self._reported(event)
+        if cell is None or cell.unit is None:
+            return
+        self._settle_unit(cell.unit, f"dropped: {event.reason}", event.reason, cell.stage)
+        self._end(cell, DEAD)
+        self._kill_cells(cell.unit)
+        self._close_if_done(cell.window)
+
+    def _reported(self, event: Acknowledged | Failed | Dropped) -> _Cell | None:
+        """The cell a report is about, or None if the report comes too late to count."""
+        worker, lease = self._workers.get(event.worker), self._lease(event.worker, event.claim)
+        if worker is not None:
+            worker.seen = event.now
+        cell = self._find(worker.stage, event.unit) if worker is not None else None
+        # A write of an earlier delivery is as good as the current one, if it is the first to arrive. A failure of
+        # an earlier delivery says nothing about the current one.
+        current = cell is not None and cell.claim == event.claim and cell.state == LEASED
+        early = isinstance(event, Acknowledged) and cell is not None and event.delivery <= cell.delivery
+        if cell is not None and lease is not None and cell in lease.cells:
+            lease.cells.remove(cell)
+            if not lease.cells and not isinstance(event, Failed):
+                self._release(lease)
+        if cell is None or cell.ended or not (current or early):
+            self.ledger.late += 1
+            return None
+        return cell
+
+    # ---- units --------------------------------------------------------------------------------------
+
+    def _create_units(self, window: _Window, prompt: Any) -> None:
+        group = window.groups.setdefault(prompt.uid, _Group(prompt.uid))
+        key = f"{window.name}/{prompt.uid}" + ("#greedy" if prompt.is_baseline else "")
+        kind = "baseline" if prompt.is_baseline else "sampled"
+        for session in range(prompt.sessions):
+            identity = Unit(f"{key}/{session}", window.name, prompt.uid, session, prompt.is_baseline, key)
+            unit = _Unit(identity, kind, group, window)
+            for name, plan in self.plans.items():
+                if plan.granularity == "source":
+                    continue
+                # A join needs to know when the greedy unit has come as far as the join itself: a witness cell.
+                witness = plan.granularity == "join" and kind == "baseline"
+                if kind in plan.kinds or witness:
+                    unit.cells[name] = _Cell(name, unit, window, len(plan.depends_on), witness)
+            window.units[identity.id] = unit
+            group.members.append(unit)
+            if prompt.is_baseline:
+                group.baseline = unit
+            self.ledger.created[kind] = self.ledger.created.get(kind, 0) + 1
+            self.ledger.in_flight[kind] = self.ledger.in_flight.get(kind, 0) + 1
+            if prompt.dropped:
+                self._settle_unit(unit, f"dropped: {prompt.dropped}", prompt.dropped, self._source)
+
+    def _count_pending(self, units: Iterable[_Unit]) -> dict[str, int]:
+        pending: dict[str, int] = defaultdict(int)
+        for unit in units:
+            for name, cell in unit.cells.items():
+                pending[name] += not cell.witness
+        return dict(pending)
+
+    def _one_less(self, unit: _Unit, stage: str) -> None:
+        """A stage that `stage` depends on is done for the unit."""
+        cell = unit.cells.get(stage)
+        if cell is None or cell.ended:
+            return
+        cell.missing -= 1
+        if cell.missing == 0:
+            self._arrive(cell)
+
+    def _arrive(self, cell: _Cell) -> None:
+        """All columns that the cell's stage reads are there."""
+        unit = cell.unit
+        assert unit is not None
+        plan = self.plans[cell.stage]
+        cell.arrived = True
+        if cell.witness:
+            self._end(cell, DONE)
+        elif plan.granularity == "row":
+            self._make_ready([cell])
+        elif plan.granularity == "join":
+            witness = unit.group.baseline.cells[cell.stage] if unit.group.baseline else None
+            if witness is None or witness.ended:
+                self._make_ready([cell])
+            else:
+                unit.group.parked.setdefault(cell.stage, []).append(cell)
+        else:
+            self._no_longer_pending(cell)
+
+    def _no_longer_pending(self, cell: _Cell) -> None:
+        """The cell has its columns or is dead: its group or window may now be complete."""
+        granularity = self.plans[cell.stage].granularity
+        if granularity not in ("group", "window"):
+            return
+        assert cell.unit is not None
+        holder: _Group | _Window = cell.unit.group if granularity == "group" else cell.window
+        holder.pending[cell.stage] -= 1
+        if holder.pending[cell.stage]:
+            return
+        units = holder.members if isinstance(holder, _Group) else list(holder.units.values())
+        alive = [unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended]
+        if granularity == "group" and 0 < len(alive) < self.plans[cell.stage].min_group:
+            for other in alive:
+                assert other.unit is not None
+                self._settle_unit(other.unit, "dropped: partial group", f"{len(alive)} of {len(units)} units survived, {self.plans[cell.stage].min_group} needed", cell.stage)
+                self._kill_cells(other.unit)
+        elif alive:
+            self._make_ready(alive)
+        elif granularity == "window" and cell.stage == self._trainer:
+            self._window_trained(cell.window, empty=True)
+
+    def _make_ready(self, cells: list[_Cell]) -> None:
+        for cell in cells:
+            cell.state, cell.claim = READY, None
+        first = cells[0]
+        order: tuple[Any, ...] = (first.window.index, *(first.unit.identity.order if first.unit else ()))
+        self._serial += 1
+        heapq.heappush(self._ready[first.stage], (order, self._serial, cells))
+
+    def _end(self, cell: _Cell, state: str) -> None:
+        """A cell is done or dead: tell its consumers, its group and its window."""
+        unit, was_arrived = cell.unit, cell.arrived
+        assert unit is not None
+        cell.state, cell.claim = state, None
+        cell.window.open_cells -= 1
+        if cell.witness:
+            self._make_each_ready(unit.group.parked.pop(cell.stage, []))
+        elif not was_arrived:
+            self._no_longer_pending(cell)
+        if state == DONE and not unit.dead and not cell.witness:
+            for consumer in self._consumers[cell.stage]:
+                self._one_less(unit, consumer)
+        if cell.stage == self._trainer and not cell.window.settled and state == DONE:
+            self._window_trained(cell.window, empty=False)
+
+    def _make_each_ready(self, cells: Sequence[_Cell]) -> None:
+        for cell in cells:
+            if not cell.ended:
+                self._make_ready([cell])
+
+    def _bury(self, cell: _Cell, error: str) -> None:
+        """The unit failed for good: its remaining work is void, and those who wait for it are told."""
+        unit = cell.unit
+        assert unit is not None
+        self._settle_unit(unit, f"failed: {cell.stage}", error, cell.stage)
+        self._end(cell, DEAD)
+        self._kill_cells(unit)
+
+    def _kill_cells(self, unit: _Unit) -> None:
+        """End the unit's cells that nobody holds; a leased one ends when its worker reports."""
+        for cell in unit.cells.values():
+            if cell.state in (WAITING, READY):
+                self._end(cell, DEAD)
+
+    def _settle_unit(self, unit: _Unit, outcome: str, reason: str, stage: str) -> None:
+        if unit.dead:
+            return
+        unit.outcome, unit.reason, unit.stage = outcome, reason, stage
+        self.ledger.in_flight[unit.kind] -= 1
+        key = (unit.kind, outcome)
+        self.ledger.settled[key] = self.ledger.settled.get(key, 0) + 1
+        self._effects.append(Settled(unit.identity, stage, outcome, reason, -1, unit.rows))
+
+    # ---- windows ------------------------------------------------------------------------------------
+
+    def _offer_windows(self) -> None:
+        """Make the source's cell of each window ready that staleness and credits allow."""
+        while self._next_window < self.windows:
+            index = self._next_window
+            if index > self._trained_windows + self._max_staleness:
+                return
+            if self._open and self._max_open is not None and len(self._open) >= self._max_open:
+                return
+            window = _Window(index, f"{self._run_id}/train/{index:06d}")
+            window.source = _Cell(self._source, None, window, 0)
+            self._open[index] = window
+            self._next_window += 1
+            self._make_ready([window.source])
+
+    def _window_trained(self, window: _Window, *, empty: bool) -> None:
+        window.settled = True
+        self._trained_windows += 1
+        self._empty_in_a_row = self._empty_in_a_row + 1 if empty else 0
+        if empty:
+            reasons = sorted({f"{unit.outcome} ({unit.reason})" for unit in window.units.values() if unit.dead})
+            message = f"nothing is left to train on in window {window.name}: {'; '.join(reasons[:3])}"
+            self._effects.append(Alarm(message))
+            if self._empty_in_a_row >= self._max_empty:
+                self._halt(f"{self._empty_in_a_row} windows in a row had nothing to train on; {message}")
+
+    def _close_if_done(self, window: _Window) -> None:
+        if window.open_cells or window.index not in self._open or window.source is None or window.source.state != DONE:
+            return
+        if not window.settled and self._trainer is not None:
+            self._window_trained(window, empty=True)
+        counts: dict[tuple[str, str], int] = defaultdict(int)
+        for unit in window.units.values():
+            if not unit.dead:
+                self._settle_unit(unit, *self._final_outcome(unit), "")
+            counts[unit.kind, unit.outcome] += 1
+        del self._open[window.index]
+        self._check_balance(window)
+        self._effects.append(WindowClosed(window.name, window.index, dict(counts)))
+        if self._trainer is None:
+            self._trained_windows += 1
+        self._offer_windows()
+        if not self._open and self._next_window >= self.windows and not self.halted:
+            self.finished = True
+            self._effects.append(Finished())
+
+    def _final_outcome(self, unit: _Unit) -> tuple[str, str]:
+        if unit.kind == "sampled":
+            return ("trained", "") if self._trainer else ("completed", "")
+        joins = [name for name, plan in self.plans.items() if plan.granularity == "join"]
+        used = any(
+            other.cells[name].state == DONE
+            for other in unit.group.members
+            for name in joins
+            if name in other.cells and not other.cells[name].witness
+        )
+        return ("used as baseline", "") if used else ("dropped: unused baseline", "no sampled unit of its uid was joined")
+
+    def _check_balance(self, window: _Window) -> None:
+        """Compare the running counts with a recount of the units that are still held."""
+        recount: dict[str, int] = defaultdict(int)
+        for held in self._open.values():
+            for unit in held.units.values():
+                recount[unit.kind] += not unit.dead
+        for kind, count in self.ledger.in_flight.items():
+            if recount[kind] != count or not self.ledger.balanced:
+                self._halt(f"the ledger does not balance at window {window.name}: {count} {kind} units should be in flight, {recount[kind]} are; {self.ledger}")
+
+    def _halt(self, reason: str) -> None:
+        if not self.halted:
+            self.halted = reason
+            self._effects.append(Halt(reason))
+
+    # ---- claims -------------------------------------------------------------------------------------
+
+    def _grant_waiting(self, now: float) -> None:
+        for worker in self._workers.values():
+            while worker.tickets and self._ready[worker.stage] and self._grant(worker, now):
+                pass
+
+    def _grant(self, worker: _Worker, now: float) -> bool:
+        plan = self.plans[worker.stage]
+        if any(lease.alone for lease in worker.claims.values()):
+            return False
+        cells = self._take(worker, plan)
+        if not cells:
+            return False
+        self._serial += 1
+        lease = _Lease(self._serial, worker, cells, now + plan.deadline_s, cells[0].deaths >= 2)
+        for cell in cells:
+            cell.state, cell.claim = LEASED, lease.id
+            cell.delivery += 1
+            if cell.delivery:
+                self.ledger.redelivered[cell.stage] = self.ledger.redelivered.get(cell.stage, 0) + 1
+        worker.claims[lease.id] = lease
+        self._effects.append(Grant(worker.name, worker.tickets.pop(0), self._claim(lease, plan)))
+        return True
+
+    def _take(self, worker: _Worker, plan: StagePlan) -> list[_Cell]:
+        """Pop ready cells of one window, up to the stage's limit, groups whole."""
+        queue = self._ready[plan.name]
+        taken: list[_Cell] = []
+        while queue:
+            cells = [cell for cell in queue[0][2] if cell.state == READY]
+            if not cells:
+                heapq.heappop(queue)
+                continue
+            alone = cells[0].deaths >= 2
+            if taken and (alone or cells[0].window is not taken[0].window or len(taken) + len(cells) > plan.max_units):
+                break
+            if alone and worker.claims:
+                break
+            heapq.heappop(queue)
+            taken += cells
+            if alone or plan.granularity in ("window", "source"):
+                break
+        return taken
+
+    def _claim(self, lease: _Lease, plan: StagePlan) -> Claim:
+        cells = sorted(lease.cells, key=lambda cell: cell.unit.identity.order if cell.unit else ())
+        window = cells[0].window
+        loaded = [w.loaded_version for w in self._workers.values() if self.plans[w.stage].expands]
+        groups = list({id(cell.unit.group): cell.unit.group for cell in cells if cell.unit}.values())
+        baselines: tuple[ClaimedUnit, ...] = ()
+        tombstones: tuple[Tombstone, ...] = ()
+        if plan.granularity == "join":
+            greedy = [group.baseline for group in groups if group.baseline and not group.baseline.dead]
+            baselines = tuple(self._claimed(unit, 0) for unit in greedy)
+        if plan.granularity in ("join", "group"):
+            tombstones = _tombstones(unit for group in groups for unit in group.members)
+        if plan.granularity == "window":
+            tombstones = _tombstones(window.units.values())
+        return Claim(
+            lease.id,
+            plan.name,
+            window.name,
+            window.index,
+            tuple(self._claimed(cell.unit, cell.delivery) for cell in cells if cell.unit),
+            baselines,
+            tombstones,
+            cells[0].delivery,
+            plan.deadline_s,
+            self.weights,
+            min(loaded, default=0),
+        )
+
+    def _claimed(self, unit: _Unit, delivery: int) -> ClaimedUnit:
+        accepted = {name: cell.accepted for name, cell in unit.cells.items() if cell.state == DONE and not cell.witness}
+        source = unit.window.source
+        accepted[self._source] = source.accepted if source else 0
+        return ClaimedUnit(unit.identity, unit.rows, delivery, accepted)
+
+    def _release_worker(self, worker: _Worker) -> None:
+        for lease in list(worker.claims.values()):
+            self._release(lease)
+
+    def _release(self, lease: _Lease) -> None:
+        """End a lease: what was not reported, or is to be tried again, becomes ready; groups whole."""
+        lease.worker.claims.pop(lease.id, None)
+        lost = [cell for cell in lease.cells + lease.retry if cell.claim == lease.id and cell.state == LEASED]
+        alive = [cell for cell in lost if cell.unit is None or not cell.unit.dead]
+        for cell in lost:
+            if cell.unit is not None and cell.unit.dead:
+                self._end(cell, DEAD)
+        granularity = self.plans[lease.worker.stage].granularity
+        if granularity == "group":
+            jobs = _by_group(alive)
+        else:
+            jobs = [alive] if alive and granularity == "window" else [[cell] for cell in alive]
+        for cells in jobs:
+            self._make_ready(cells)
+        for window in {id(cell.window): cell.window for cell in lost}.values():
+            self._close_if_done(window)
+
+    def _lease(self, worker: str, claim: int) -> _Lease | None:
+        held = self._workers.get(worker)
+        return held.claims.get(claim) if held else None
+
+    def _drop_lease(self, worker: str, claim: int) -> None:
+        held = self._workers.get(worker)
+        if held is not None:
+            held.claims.pop(claim, None)
+
+    def _find(self, stage: str, name: str) -> _Cell | None:
+        """The cell of a stage for a unit, or, for the source, for a window."""
+        for window in self._open.values():
+            if window.name == name:
+                return window.source
+            if name in window.units:
+                return window.units[name].cells.get(stage)
+        return None
+
+    # ---- views --------------------------------------------------------------------------------------
+
+    def waits(self) -> dict[str, dict[str, int]]:
+        """Stage -> state -> number of cells, over the open windows."""
+        counts: dict[str, dict[str, int]] = {name: defaultdict(int) for name in self.plans}
+        for window in self._open.values():
+            if window.source is not None:
+                counts[self._source][window.source.state] += 1
+            for unit in window.units.values():
+                for name, cell in unit.cells.items():
+                    counts[name][cell.state] += not cell.witness
+        return {name: dict(states) for name, states in counts.items()}
+
+    def leases(self) -> list[tuple[str, str, str, float]]:
+        """What every worker holds: (worker, stage, description of the units, deadline)."""
+        return [
+            (worker.name, worker.stage, _what(lease.cells), lease.deadline)
+            for worker in self._workers.values()
+            for lease in worker.claims.values()
+        ]
+
+
+def _tombstones(units: Iterable[_Unit]) -> tuple[Tombstone, ...]:
+    return tuple(Tombstone(unit.identity, unit.stage, unit.outcome, unit.reason) for unit in units if unit.dead)
+
+
+def _by_group(cells: Sequence[_Cell]) -> list[list[_Cell]]:
+    groups: dict[int, list[_Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[id(cell.unit.group) if cell.unit else 0].append(cell)
+    return list(groups.values())
+
+
+def _what(cells: Sequence[_Cell]) -> str:
+    names = [cell.unit.identity.id if cell.unit else cell.window.name for cell in cells]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more units" if len(names) > 3 else "")

@@ -1,0 +1,277 @@
+"""The graph of stages: plain data, and the checks that need no run."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from dataflow.errors import ConfigError
+from dataflow.stage import Granularity, Stage, import_object
+from schemas.catalog import is_reserved
+from schemas.column import Column
+
+KINDS = frozenset({"sampled", "baseline"})
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What the coordinator knows of a stage: names and numbers only.
+
+    Attributes:
+        name: The stage's name.
+        depends_on: Stages whose acknowledgement makes a unit ready; empty for the source.
+        granularity: See `Stage`.
+        kinds: Which units it applies to: "sampled", "baseline", or both.
+        expands: See `Stage`.
+        max_units: Most units in one claim.
+        deadline_s: Longest time for one claim, in seconds.
+        max_attempts: Failures of one unit before it becomes a tombstone.
+        min_group: Fewest surviving units of a group that may be used.
+        one_owner: Never delivered twice.
+    """
+
+    name: str
+    depends_on: tuple[str, ...]
+    granularity: Granularity
+    kinds: frozenset[str] = KINDS
+    expands: bool = False
+    max_units: int = 64
+    deadline_s: float = 300.0
+    max_attempts: int = 2
+    min_group: int = 1
+    one_owner: bool = False
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a pipeline: where its class is, with which options. Travels to other machines as it is.
+
+    Attributes:
+        use: Import path of a `Stage` subclass.
+        options: Options for the stage's own config.
+        settings: Overrides of the stage's attributes (workers, deadline_s, ...).
+        where: Where the user wrote it, for errors ("stages[0]").
+    """
+
+    use: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    def build(self) -> Stage:
+        """Import the class and make the stage.
+
+        Raises:
+            ConfigError: If the import path, an option or a setting is wrong.
+        """
+        where = self.where or self.use
+        cls = import_object(self.use, f"{where}.use")
+        if not (isinstance(cls, type) and issubclass(cls, Stage)):
+            raise ConfigError(f"{where}.use: {self.use!r} is no stage; decorate the function with @stage or subclass Stage")
+        try:
+            built: Stage = cls(cls.Config.model_validate(dict(self.options)))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(str(part) for part in first["loc"])
+            known = ", ".join(cls.Config.model_fields) or "none"
+            raise ConfigError(f"{where}.options.{key}: {first['msg']}; the options of {built_name(cls)} are: {known}") from error
+        for name, value in self.settings.items():
+            if value is not None:
+                setattr(built, name, value)
+        return built
+
+
+def built_name(cls: type[Stage]) -> str:
+    """Name under which a stage class appears in errors."""
+    return cls.name or cls.__name__
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Stages, and how much of the data flows through them at a time.
+
+    Attributes:
+        specs: The stages, in any order; the columns they name decide the graph.
+        windows: How many windows the run has.
+        rows_per_window: Worst case of rows that one window puts into the queue.
+        bytes_per_row: Worst case of bytes of one row.
+        max_staleness: A window is admitted when at most this many earlier windows are not yet trained on.
+        max_rows: Credit limit on rows of open windows; None is no limit.
+        max_bytes: Credit limit on bytes of open windows; None is no limit.
+    """
+
+    specs: tuple[StageSpec, ...]
+    windows: int
+    rows_per_window: int
+    bytes_per_row: int = 0
+    max_staleness: int = 0
+    max_rows: int | None = None
+    max_bytes: int | None = None
+
+    @cached_property
+    def stages(self) -> dict[str, Stage]:
+        """The stages by name, in topological order.
+
+        Raises:
+            ConfigError: If the graph cannot run; see `check`.
+        """
+        built = [(spec, spec.build()) for spec in self.specs]
+        by_name: dict[str, Stage] = {}
+        for spec, stage in built:
+            if stage.name in by_name:
+                raise ConfigError(f"{spec.where or spec.use}: there are two stages named {stage.name!r}")
+            by_name[stage.name] = stage
+        return self._sorted(by_name)
+
+    def processes(self) -> dict[str, list[tuple[str, str]]]:
+        """Process name -> its workers, each (worker name, stage name)."""
+        processes: dict[str, list[tuple[str, str]]] = {}
+        for name, stage in self.stages.items():
+            for number in range(stage.workers):
+                worker = f"{name}-{number}"
+                processes.setdefault(stage.placement or worker, []).append((worker, name))
+        return processes
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Every column of the pipeline by name."""
+        return {column.name: column for stage in self.stages.values() for column in stage.writes}
+
+    @cached_property
+    def producers(self) -> dict[str, str]:
+        """Column name -> name of the stage that writes it."""
+        return {column.name: stage.name for stage in self.stages.values() for column in stage.writes}
+
+    @cached_property
+    def plans(self) -> dict[str, StagePlan]:
+        """What the coordinator needs to know, in topological order."""
+        kinds: dict[str, frozenset[str]] = {}
+        plans = {}
+        for name, stage in self.stages.items():
+            depends = tuple(dict.fromkeys(self.producers[column] for column in stage.reads))
+            scope = KINDS
+            for producer in depends:
+                scope &= kinds[producer]
+            if stage.granularity == "join":
+                scope &= {"sampled"}
+            kinds[name] = scope
+            plans[name] = StagePlan(
+                name,
+                depends,
+                stage.granularity,
+                scope,
+                stage.expands,
+                stage.batch_rows,
+                stage.deadline_s,
+                stage.max_attempts,
+                stage.min_group,
+                stage.one_owner,
+            )
+        return plans
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The cached stages stay here: each process builds its own from the specifications.
+        return {name: value for name, value in self.__dict__.items() if name in self.__dataclass_fields__}
+
+    def check(self) -> None:
+        """Raise the first reason why the pipeline cannot run.
+
+        Raises:
+            ConfigError: A column that nobody writes, two writers of one column, a reserved name, a cycle, no
+                source, or a credit limit smaller than one window.
+        """
+        plans = self.plans
+        if sum(plan.granularity == "source" for plan in plans.values()) != 1:
+            raise ConfigError("a pipeline needs exactly one stage of granularity 'source'")
+        if sum(plan.expands for plan in plans.values()) != 1:
+            raise ConfigError("a pipeline needs exactly one stage that expands prompts into sessions (rollout)")
+        self._check_credits()
+
+    def _check_credits(self) -> None:
+        if self.max_rows is not None and self.max_rows < self.rows_per_window:
+            raise ConfigError(
+                f"limits.max_rows: {self.max_rows} is smaller than one window's worst case of {self.rows_per_window} rows, "
+                f"so no window could ever be admitted; set it to at least {self.rows_per_window} or make windows smaller"
+            )
+        window_bytes = self.rows_per_window * self.bytes_per_row
+        if self.max_bytes is not None and self.max_bytes < window_bytes:
+            raise ConfigError(
+                f"limits.max_bytes: {self.max_bytes} is smaller than one window's worst case of {window_bytes} bytes, "
+                f"so no window could ever be admitted; set it to at least {window_bytes} or make windows smaller"
+            )
+
+    def _sorted(self, by_name: dict[str, Stage]) -> dict[str, Stage]:
+        producers = self._producers(by_name)
+        waiting = {name: {producers[column] for column in stage.reads} for name, stage in by_name.items()}
+        ordered: dict[str, Stage] = {}
+        while waiting:
+            free = [name for name, needs in waiting.items() if needs <= set(ordered)]
+            if not free:
+                raise ConfigError(f"the stages {', '.join(sorted(waiting))} wait for each other's columns in a cycle")
+            for name in free:
+                ordered[name] = by_name[name]
+                del waiting[name]
+        return ordered
+
+    def _producers(self, by_name: dict[str, Stage]) -> dict[str, str]:
+        producers: dict[str, str] = {}
+        for stage in by_name.values():
+            for column in stage.writes:
+                if is_reserved(column.name) and column.producer != stage.name:
+                    raise ConfigError(
+                        f"stage {stage.name!r} writes column {column.name!r}, a reserved name"
+                        + (f" that belongs to stage {_owner(column.name)!r}" if _owner(column.name) else "")
+                        + "; choose another name"
+                    )
+                if column.name in producers:
+                    raise ConfigError(
+                        f"column {column.name!r} has two writers, the stages {producers[column.name]!r} and {stage.name!r}; "
+                        "rename the column in one of them, or remove one of the stages"
+                    )
+                producers[column.name] = stage.name
+        for stage in by_name.values():
+            for name in stage.reads:
+                if name.startswith("__"):
+                    raise ConfigError(
+                        f"stage {stage.name!r} reads {name!r}; columns that begin with '__' steer the pipeline and never reach "
+                        "a stage (a unit knows whether it is a baseline)"
+                    )
+                if name not in producers:
+                    raise ConfigError(self._nobody_writes(stage, name, producers))
+        return producers
+
+    @staticmethod
+    def _nobody_writes(stage: Stage, name: str, producers: Mapping[str, str]) -> str:
+        near = difflib.get_close_matches(name, producers, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"the columns are: {', '.join(sorted(producers))}"
+        owner = _owner(name)
+        if owner and owner not in producers.values():
+            hint = f"it is written by stage {owner!r}, which this pipeline does not have"
+        return f"stage {stage.name!r} reads column {name!r}, which no stage writes; {hint}"
+
+    def render(self) -> str:
+        """Draw the graph as text: one line per stage, in the order of the data."""
+        lines = []
+        for name, stage in self.stages.items():
+            plan = self.plans[name]
+            after = f" after {', '.join(plan.depends_on)}" if plan.depends_on else ""
+            lines.append(f"  {name} [{stage.granularity}{' x' + str(stage.workers) if stage.workers > 1 else ''}]{after}")
+            lines.append(f"      reads  {_names(stage.reads)}")
+            lines.append(f"      writes {_names([column.name for column in stage.writes])}")
+        return "\n".join(lines)
+
+
+def _owner(column: str) -> str:
+    from schemas.catalog import catalogued
+
+    known = catalogued(column)
+    return known.producer if known else ""
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if names else "nothing"

@@ -1,0 +1,173 @@
+"""Run a pipeline: ``python -m dataflow.run [CONFIG] [key=value ...]``.
+
+Exit codes: 0 the run finished; 1 it could not go on; 2 the configuration or the data cannot run as written;
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dataflow.config import RunConfig, known_keys, load_config
+from dataflow.errors import ConfigError, DataflowError, RunError
+from dataflow.pipeline import Pipeline
+
+EXAMPLES = """\
+examples:
+  python -m dataflow.run                                  the tiny model, ReMax, a few minutes on a CPU
+  python -m dataflow.run configs/tiny_cpu.yaml estimator=grpo rollout.n=8
+  python -m dataflow.run my.yaml data.train=my.parquet    your own prompts (.parquet or .jsonl)
+  python -m dataflow.run my.yaml --check                  validate everything in seconds, start nothing
+  python -m dataflow.run my.yaml --local engine=hf        one process, no Ray, no TransferQueue
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        _check_one_installation()
+        if options.keys:
+            return _print_keys(options.config)
+        path, overrides = _split(options.config, options.overrides)
+        config, recipe = load_config(path, overrides, _default_config())
+        pipeline = recipe.build(config)
+        pipeline.check()
+        if options.check:
+            _print_check(config, pipeline)
+            return 0
+        recipe.prepare(config, lambda text: print(text, flush=True))
+        return _run(config, pipeline, local=options.local)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except DataflowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dataflow.run",
+        description="Run a pipeline of stages over a columnar queue, from a prompt file to a better model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("config", nargs="?", help="a YAML file; without one, the built-in tiny configuration")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's, as in rollout.n=8")
+    parser.add_argument("--check", action="store_true", help="validate config, data and graph, print both, and stop")
+    parser.add_argument("--local", action="store_true", help="run in this process, with an in-memory queue")
+    parser.add_argument("--keys", action="store_true", help="list every configuration key with its meaning, and stop")
+    return parser
+
+
+def _split(first: str | None, rest: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Tell the configuration file from an override; both are positional."""
+    if first is not None and "=" in first:
+        return None, [first, *rest]
+    return (Path(first) if first else None), list(rest)
+
+
+def _default_config() -> Path:
+    # Found without importing the package: this layer knows no word of what the stages do.
+    spec = importlib.util.find_spec("stages")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations))) / "configs" / "tiny_cpu.yaml"
+
+
+def _check_one_installation() -> None:
+    """The package names are common words: refuse to run on somebody else's `stages` or `schemas`."""
+    places = {}
+    for name in ("dataflow", "stages", "schemas"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"the package {name!r} is not installed; install this project with pip, not by copying")
+        places[name] = Path(spec.origin).resolve().parent.parent
+    if len(set(places.values())) > 1:
+        found = ", ".join(f"{name} in {place}" for name, place in places.items())
+        raise ConfigError(f"dataflow, stages and schemas come from different places: {found}; another package shadows one")
+
+
+def _print_keys(config: str | None) -> int:
+    _, recipe = load_config(Path(config) if config else None, [], _default_config())
+    for key, meaning in known_keys(recipe.config).items():
+        print(f"{key:<34}{meaning}")
+    return 0
+
+
+def _print_check(config: RunConfig, pipeline: Pipeline) -> None:
+    from omegaconf import OmegaConf
+
+    print(OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json"))).rstrip())
+    print("\npipeline")
+    print(pipeline.render())
+    staleness = f"max_staleness {pipeline.max_staleness}"
+    print(f"\n{pipeline.windows} windows of at most {pipeline.rows_per_window} rows, {staleness}")
+    print("ok: nothing was started")
+
+
+def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
+    from dataflow.console import Console, write_ledger
+
+    run_dir = _make_run_dir(config, pipeline)
+    run_id = f"{run_dir.name}-{os.getpid()}"
+    started = time.monotonic()
+    with Console(run_dir, pipeline.windows) as console:
+        console.say(f"run directory: {run_dir}")
+        try:
+            if local:
+                from dataflow.local import run_local
+
+                status = run_local(config, pipeline, run_dir, run_id, console)
+            else:
+                from dataflow.cluster import run_cluster
+
+                status = run_cluster(config, pipeline, run_dir, run_id, console)
+        except RunError as error:
+            raise RunError(f"{error}\nlogs: {run_dir / 'logs'}") from error
+        write_ledger(run_dir / "ledger.json", status.ledger)
+        console.ledger(status.ledger)
+        console.say(f"finished in {time.monotonic() - started:.1f} s; results in {run_dir}")
+    trained = status.ledger.units("trained") + status.ledger.units("completed")
+    if not trained:
+        raise RunError("the run finished without a single unit trained; the ledger above says what became of them")
+    return 0
+
+
+def _make_run_dir(config: RunConfig, pipeline: Pipeline) -> Path:
+    """Make RUNS/NAME, or RUNS/NAME-2 and so on if it is taken: no run overwrites another."""
+    from omegaconf import OmegaConf
+
+    parent = Path(config.run.dir).expanduser().resolve()
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = parent / (config.run.name if number == 1 else f"{config.run.name}-{number}")
+        try:
+            path.mkdir()
+            break
+        except FileExistsError:
+            number += 1
+    resolved = OmegaConf.create(config.model_dump(mode="json"))
+    (path / "config.yaml").write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")
+    (path / "pipeline.txt").write_text(pipeline.render() + "\n", encoding="utf-8")
+    return path
+
+
+def _entry() -> NoReturn:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    _entry()

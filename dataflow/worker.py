@@ -1,0 +1,421 @@
+"""One running copy of a stage: claim, fetch, process, validate, write, journal, acknowledge.
+
+The worker knows neither Ray nor TransferQueue. It talks to a coordinator through `Control` and to a queue through
+`Queue`, so the same code runs on a cluster and in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from dataflow.batch import Batch, Unit
+from dataflow.errors import DataflowError, Drop, QueueError, RowError, WorkerBroken
+from dataflow.events import Acknowledged, Admitted, Claim, ClaimedUnit, Dropped, Failed, Prompt, Published
+from dataflow.journal import JournalWriter
+from dataflow.pipeline import Pipeline
+from dataflow.queue import Queue
+from dataflow.stage import Outcome, Stage, StageContext, is_streaming
+from schemas.column import ColumnError, to_values
+
+log = logging.getLogger(__name__)
+
+Metrics = Mapping[str, tuple[float, float]]
+Report = Admitted | Acknowledged | Failed | Dropped | Published
+IDENTITY = ("uid", "session", "turn", "is_baseline")
+
+
+class Stop(Exception):
+    """Raised by `Control.claim` when the run is over."""
+
+
+class Control(Protocol):
+    """What a worker needs of the coordinator."""
+
+    async def joined(self, worker: str, stage: str) -> None:
+        """Announce a worker that is ready."""
+
+    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
+        """Wait for work; None after a while without any.
+
+        Raises:
+            Stop: When the run is over.
+        """
+
+    async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
+        """Hand in results; all of one call are handled at once."""
+
+    async def heartbeat(self, worker: str) -> None:
+        """Renew the worker's leases."""
+
+
+def address(key: str, delivery: int) -> str:
+    """Where delivery `delivery` of a row is written. A late writer reaches only an address that nobody reads."""
+    return key if delivery == 0 else f"{key}~{delivery}"
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The outcome of one unit: columns with one value per row, or why there are none."""
+
+    unit: ClaimedUnit
+    outcome: Outcome | Exception
+    retry: bool = True
+
+
+class Worker:
+    """Runs one copy of a stage until the run is over.
+
+    Args:
+        name: Unique in the run, such as `reward-0`.
+        stage: The stage, not yet set up.
+        pipeline: Tells who writes which column.
+        control: The coordinator.
+        queue: Where the rows are.
+        journal: Where writes are recorded.
+        context: What the stage may know of the run.
+        heartbeat_s: Seconds between heartbeats.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stage: Stage,
+        pipeline: Pipeline,
+        control: Control,
+        queue: Queue,
+        journal: JournalWriter,
+        context: StageContext,
+        heartbeat_s: float = 10.0,
+    ) -> None:
+        self.name = name
+        self.stage = stage
+        self._pipeline = pipeline
+        self._control = control
+        self._queue = queue
+        self._journal = journal
+        self._context = context
+        self._heartbeat_s = heartbeat_s
+
+    async def setup(self) -> None:
+        """Set the stage up; slow for stages that load a model."""
+        await _maybe_await(self.stage.setup, self._context)
+
+    async def run(self) -> None:
+        """Work until the coordinator says stop. `setup` must have run."""
+        await self._control.joined(self.name, self.stage.name)
+        beats = asyncio.create_task(self._beat())
+        try:
+            await asyncio.gather(*(self._loop() for _ in range(self.stage.concurrency)))
+        finally:
+            beats.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await beats
+            await _maybe_await(self.stage.close)
+            self._journal.close()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._heartbeat_s)
+            await self._control.heartbeat(self.name)
+
+    async def _loop(self) -> None:
+        while True:
+            try:
+                claim = await self._control.claim(self.name, self.stage.loaded_version)
+            except Stop:
+                return
+            if claim is not None:
+                await self._work(claim)
+
+    # ---- one claim ----------------------------------------------------------------------------------
+
+    async def _work(self, claim: Claim) -> None:
+        started = time.monotonic()
+        try:
+            if self.stage.granularity == "source":
+                await self._fill(claim)
+            elif is_streaming(self.stage):
+                await self._stream(claim)
+            else:
+                await self._transform(claim)
+        except (QueueError, WorkerBroken):
+            raise  # the system failed, not a row: the worker ends loudly
+        except Exception as error:
+            await self._report([self._failure(claim, unit, error) for unit in claim.units] or [self._window_failure(claim, error)])
+        log.debug("claim done stage=%s window=%s units=%d seconds=%.3f", claim.stage, claim.window, len(claim.units), time.monotonic() - started)
+
+    async def _transform(self, claim: Claim) -> None:
+        batch = await self._fetch(claim)
+        started = time.monotonic()
+        try:
+            columns = await self._process(batch, claim.deadline_s)
+            results = self._split(claim, batch, columns)
+        except WorkerBroken:
+            raise
+        except Exception as error:
+            log.warning("stage %s raised on %d units: %s", self.stage.name, len(claim.units), error)
+            results = await self._one_by_one(claim, batch, error)
+        batch.report({f"seconds/{self.stage.name}": time.monotonic() - started}, 1)
+        await self._write(claim, results, batch)
+
+    async def _one_by_one(self, claim: Claim, batch: Batch, error: Exception) -> list[_Result]:
+        """Run a batch that raised again unit by unit (group by group), so that only the culprit fails."""
+        parts = list(self._parts(claim, batch))
+        if len(parts) == 1:
+            return [_Result(unit, error) for unit in claim.units]
+        results = []
+        for units, rows in parts:
+            part = batch.select(rows)
+            try:
+                results += self._split(claim, part, await self._process(part, claim.deadline_s), units)
+            except Exception as culprit:
+                results += [_Result(unit, culprit) for unit in units]
+        return results
+
+    def _parts(self, claim: Claim, batch: Batch) -> Iterable[tuple[list[ClaimedUnit], slice]]:
+        """The smallest pieces that may be processed alone, each with its rows."""
+        if self.stage.granularity == "window":
+            yield list(claim.units), slice(0, len(batch))
+            return
+        by_id = {unit.unit.id: unit for unit in claim.units}
+        pieces: list[tuple[list[ClaimedUnit], slice]] = []
+        for unit, rows in batch.sessions():
+            last = pieces[-1][0][-1].unit if pieces else None
+            if self.stage.granularity == "group" and last is not None and last.uid == unit.uid:
+                pieces[-1] = ([*pieces[-1][0], by_id[unit.id]], slice(pieces[-1][1].start, rows.stop))
+            else:
+                pieces.append(([by_id[unit.id]], rows))
+        yield from pieces
+
+    async def _process(self, batch: Batch, deadline_s: float) -> Any:
+        call = _maybe_await(self.stage.process, batch)
+        try:
+            return await asyncio.wait_for(call, deadline_s)
+        except TimeoutError:
+            raise TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {deadline_s:g} s") from None
+
+    async def _stream(self, claim: Claim) -> None:
+        """Run an async generator; write and acknowledge what it yields as it comes, in whatever lots it comes."""
+        batch = await self._fetch(claim)
+        by_id = {unit.unit.id: unit for unit in claim.units}
+        waiting: asyncio.Queue[_Result | None] = asyncio.Queue()
+        writer = asyncio.create_task(self._write_as_it_comes(claim, batch, waiting))
+        try:
+            async with asyncio.timeout(claim.deadline_s):
+                async for unit, outcome in self.stage.process(batch):  # type: ignore[union-attr]
+                    waiting.put_nowait(_Result(by_id.pop(unit.id), outcome))
+            error: Exception = RowError("the stage ended without a result for this unit")
+        except TimeoutError:
+            error = TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {claim.deadline_s:g} s")
+        except Exception as raised:
+            error = raised
+        if not isinstance(error, WorkerBroken):
+            for left in by_id.values():
+                waiting.put_nowait(_Result(left, error))
+        waiting.put_nowait(None)
+        await writer  # what was finished is kept, also when the worker is broken
+        if isinstance(error, WorkerBroken):
+            raise error
+
+    async def _write_as_it_comes(self, claim: Claim, batch: Batch, waiting: asyncio.Queue[_Result | None]) -> None:
+        """While one write is under way, the next results gather and are written together."""
+        open_ = True
+        while open_:
+            lot = [await waiting.get()]
+            while not waiting.empty():
+                lot.append(waiting.get_nowait())
+            open_ = lot[-1] is not None
+            results = [result for result in lot if result is not None]
+            if results:
+                await self._write(claim, results, batch)
+
+    # ---- source -------------------------------------------------------------------------------------
+
+    async def _fill(self, claim: Claim) -> None:
+        batch = Batch({}, (), (), claim.window, claim.window_index)
+        columns = await self._process(batch, claim.deadline_s)
+        count = len(columns["uid"])
+        prompts, keys, kept = [], [], []
+        for row in range(count):
+            uid, sample = columns["uid"][row], bool(columns["__do_sample__"][row])
+            dropped = next((v.reason for v in (values[row] for values in columns.values()) if isinstance(v, Drop)), "")
+            prompts.append(Prompt(uid, int(columns["__rollout_n__"][row]), not sample, dropped))
+            if not dropped:
+                kept.append(row)
+                keys.append(address(f"{claim.window}/{uid}" + ("" if sample else "#greedy"), claim.delivery))
+        if kept:
+            arrays = self._cast({name: [values[row] for row in kept] for name, values in columns.items()}, keys)
+            await asyncio.to_thread(self._queue.put, claim.window, keys, arrays)
+            self._journal.rows(claim.window, keys, keys, arrays)
+        admitted = Admitted(self.name, claim.id, claim.window_index, claim.delivery, tuple(prompts), 0.0)
+        await self._control.report([admitted], batch.metrics, claim.window)
+
+    # ---- reading ------------------------------------------------------------------------------------
+
+    async def _fetch(self, claim: Claim) -> Batch:
+        batch = await asyncio.to_thread(self._fetch_units, claim, claim.units)
+        if self.stage.granularity == "join":
+            batch.baseline = await asyncio.to_thread(self._fetch_units, claim, claim.baselines)
+        return batch
+
+    def _fetch_units(self, claim: Claim, units: Sequence[ClaimedUnit]) -> Batch:
+        """Read the declared columns, producer by producer, each at the address that was accepted for it."""
+        turns = [1 if self.stage.expands else unit.rows for unit in units]
+        owners = [unit for unit, count in zip(units, turns, strict=True) for _ in range(count)]
+        numbers = [turn for count in turns for turn in range(count)]
+        by_producer: dict[str, list[str]] = {}
+        for name in self.stage.reads:
+            by_producer.setdefault(self._pipeline.producers[name], []).append(name)
+        columns: dict[str, list[Any]] = {name: [] for name in self.stage.reads}
+        if owners:
+            for producer, names in by_producer.items():
+                got = self._get(claim, producer, names, owners, numbers)
+                columns.update({name: to_values(array) for name, array in got.items()})
+        return Batch(
+            columns,
+            tuple(unit.unit for unit in owners),
+            tuple(numbers),
+            claim.window,
+            claim.window_index,
+            None,
+            claim.tombstones,
+            claim.weights,
+            claim.oldest_loaded,
+        )
+
+    def _get(self, claim: Claim, producer: str, names: list[str], owners: list[ClaimedUnit], turns: list[int]) -> dict[str, pa.Array]:
+        prompts = self._pipeline.stages[producer].granularity == "source"
+        keys = [
+            address(unit.unit.prompt_key if prompts else row_key(unit.unit, turn), unit.accepted[producer])
+            for unit, turn in zip(owners, turns, strict=True)
+        ]
+        distinct = list(dict.fromkeys(keys))
+        got = self._queue.get(claim.window, distinct, names)
+        if len(distinct) == len(keys):
+            return got
+        place = {key: index for index, key in enumerate(distinct)}
+        rows = pa.array([place[key] for key in keys])
+        return {name: array.take(rows) for name, array in got.items()}
+
+    # ---- writing ------------------------------------------------------------------------------------
+
+    def _split(self, claim: Claim, batch: Batch, columns: Any, units: Sequence[ClaimedUnit] | None = None) -> list[_Result]:
+        """Cut a batch's columns into units, and check names and lengths."""
+        if not isinstance(columns, Mapping):
+            raise TypeError(f"stage {self.stage.name!r} returned {type(columns).__name__}; expected a dict of columns")
+        self._check_names(columns)
+        for name, values in columns.items():
+            if len(values) != len(batch):
+                raise ValueError(f"stage {self.stage.name!r} returned {len(values)} values of column {name!r} for {len(batch)} rows")
+        by_id = {unit.unit.id: unit for unit in (claim.units if units is None else units)}
+        results = []
+        for unit, rows in batch.sessions():
+            part = {name: list(values[rows]) for name, values in columns.items()}
+            marks = [value for values in part.values() for value in values if isinstance(value, RowError | Drop)]
+            results.append(_Result(by_id[unit.id], marks[0] if marks else part))
+        return results
+
+    def _check_names(self, columns: Mapping[str, Any]) -> None:
+        declared = {column.name for column in self.stage.writes}
+        if set(columns) != declared:
+            extra, lacking = sorted(set(columns) - declared), sorted(declared - set(columns))
+            raise ValueError(
+                f"stage {self.stage.name!r} must return exactly the columns it declares in writes; "
+                f"not declared: {extra or 'none'}, not returned: {lacking or 'none'}"
+            )
+
+    async def _write(self, claim: Claim, results: Sequence[_Result], batch: Batch) -> None:
+        """Write, journal and acknowledge the units that succeeded; report the others."""
+        good: list[tuple[ClaimedUnit, dict[str, Any], int]] = []
+        reports: list[Report] = []
+        for result in results:
+            unit, outcome = result.unit, result.outcome
+            if isinstance(outcome, Drop):
+                reports.append(Dropped(self.name, claim.id, unit.unit.id, unit.delivery, outcome.reason, 0.0))
+            elif isinstance(outcome, Exception):
+                reports.append(self._failure(claim, unit, outcome))
+            else:
+                try:
+                    good.append((unit, *self._checked(unit, outcome)))
+                except (ColumnError, ValueError, TypeError) as error:
+                    reports.append(self._failure(claim, unit, error))
+        if good:
+            await asyncio.to_thread(self._put, claim, good)
+            reports += [Acknowledged(self.name, claim.id, unit.unit.id, unit.delivery, count, 0.0) for unit, _, count in good]
+        if batch.published is not None:
+            reports.insert(0, Published(batch.published, 0.0))
+            batch.published = None
+        metrics, batch.metrics = batch.metrics, {}
+        await self._control.report(reports, metrics, claim.window)
+
+    def _checked(self, unit: ClaimedUnit, columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], int]:
+        """Cast one unit's columns; the error of a bad value names its row."""
+        self._check_names(columns)
+        counts = {len(values) for values in columns.values()}
+        if len(counts) > 1 or (not self.stage.expands and counts and counts != {unit.rows}):
+            raise ValueError(f"unit {unit.unit.id!r}: columns of lengths {sorted(counts)}, expected {unit.rows or 'equal lengths'}")
+        count = counts.pop() if counts else unit.rows
+        keys = [row_key(unit.unit, turn) for turn in range(count)]
+        return self._cast(columns, keys), count
+
+    def _cast(self, columns: Mapping[str, Sequence[Any]], keys: Sequence[str]) -> dict[str, pa.Array]:
+        return {column.name: column.cast(columns[column.name], keys) for column in self.stage.writes}
+
+    def _put(self, claim: Claim, good: Sequence[tuple[ClaimedUnit, dict[str, Any], int]]) -> None:
+        keys = [row_key(unit.unit, turn) for unit, _, count in good for turn in range(count)]
+        places = [address(row_key(unit.unit, turn), unit.delivery) for unit, _, count in good for turn in range(count)]
+        arrays = {column.name: pa.concat_arrays([parts[column.name] for _, parts, _ in good]) for column in self.stage.writes}
+        if arrays and places:
+            self._queue.put(claim.window, places, arrays)
+            self._journal.rows(claim.window, keys, places, arrays)
+
+    # ---- failures -----------------------------------------------------------------------------------
+
+    def _failure(self, claim: Claim, unit: ClaimedUnit, error: Exception) -> Failed:
+        # A unit of a group cannot be tried again alone: its estimate would be of another group.
+        value = isinstance(error, RowError)
+        retry = error.retry and self.stage.granularity not in ("group", "window") if isinstance(error, RowError) else True
+        return Failed(self.name, claim.id, unit.unit.id, unit.delivery, _describe(error, short=value), retry, 0.0)
+
+    def _window_failure(self, claim: Claim, error: Exception) -> Failed:
+        retry = not isinstance(error, DataflowError)
+        return Failed(self.name, claim.id, claim.window, claim.delivery, _describe(error), retry, 0.0)
+
+    async def _report(self, reports: Sequence[Report]) -> None:
+        for report in reports:
+            if isinstance(report, Failed):
+                log.warning("unit failed stage=%s unit=%s error=%s", self.stage.name, report.unit, report.error)
+        await self._control.report(reports, {}, "")
+
+
+def row_key(unit: Unit, turn: int) -> str:
+    """Queue key of one trajectory row, before its address."""
+    return f"{unit.id}/{turn}"
+
+
+def _describe(error: Exception, *, short: bool = False) -> str:
+    head = f"{type(error).__name__}: {error}"
+    if short or not error.__traceback__:
+        return head
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{head} ({last.filename}:{last.lineno} in {last.name})"
+
+
+async def _maybe_await(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a plain function in a thread, so that the process's other workers go on; await a coroutine function."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    result = await asyncio.to_thread(function, *args)
+    if isinstance(result, Awaitable):
+        return await result
+    return result
