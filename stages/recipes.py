@@ -1,0 +1,314 @@
+"""The RL recipe: from one typed configuration to a pipeline. Imports neither torch nor an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from dataflow.config import Recipe, RunConfig, Section
+from dataflow.errors import ConfigError
+from dataflow.pipeline import Pipeline, StageSpec
+from schemas.prompts import PromptColumns, PromptFileError, check_prompts
+from stages.algorithms.catalog import AGGREGATIONS, ESTIMATORS, LOSSES
+from stages.datasets import prompts_path
+from stages.models import MODELS, resolve_model
+from stages.rewards import resolve as resolve_reward
+from stages.source import windows_per_epoch
+
+TOKEN_BYTES = 4 + 1 + 4 + 4 + 4  # response id, mask, log-probability, advantage, return
+ROW_BYTES = 2048  # keys, texts and scalars of one row, generously
+
+
+class DataSection(Section):
+    """Prompts."""
+
+    train: str | list[str] = "tiny"
+    """Prompt files (.parquet, .jsonl), or a built-in data set: `tiny`, `arithmetic`."""
+    columns: dict[str, str] = {}
+    """What your files call the columns prompt, ground_truth, prompt_id and data_source."""
+    require_ground_truth: bool = True
+    """Refuse prompts without a right answer; set it to false for rewards that need none."""
+    prompts_per_window: int = Field(32, ge=1)
+    """Prompts per update; the last window of an epoch may have fewer."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """Longest prompt, in tokens."""
+    overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
+    """What happens to a longer prompt: drop it, keep its last or first tokens, or stop the run."""
+    shuffle: bool = True
+    """Whether each epoch has an order of its own, drawn from run.seed."""
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str = "tiny"
+    """Model directory, hub id, or a built-in model: `tiny`, `smollm2`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights in engine and learner; float32 on a CPU."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where engine and learner run."""
+
+
+class RolloutSection(Section):
+    """Generation."""
+
+    n: int = Field(8, ge=1)
+    """Sampled sessions per prompt."""
+    temperature: float = Field(1.0, gt=0)
+    """Divides the logits of sampled sessions; above 0, since a greedy policy has nothing to compare."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass; 1 is off. Below 1 the learner's probabilities are of another distribution than the engine's."""
+    top_k: int = -1
+    """Most likely tokens kept; -1 is off."""
+    max_tokens: int = Field(64, ge=1)
+    """Response budget, in tokens."""
+    max_sequences: int = Field(128, ge=1)
+    """Sequences decoded at one time."""
+    kv_cache_mib: int = Field(256, ge=1)
+    """Memory of the engine's key-value cache, in MiB."""
+    replicas: int = Field(1, ge=1)
+    """Engines."""
+    deadline_s: float = Field(900.0, gt=0)
+    """Longest time for the sessions of one claim, in seconds."""
+    max_attempts: int = Field(2, ge=1)
+    """Failures of one session before it is given up."""
+    probe_bound: float = Field(1e-3, gt=0)
+    """Largest accepted difference between learner and engine after a weight update, in nats."""
+
+
+class RewardSection(Section):
+    """The reward."""
+
+    function: str = "exact_match"
+    """A built-in name, `package.module:function`, or `file.py:function`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function."""
+    semantics: Literal["trajectory", "step"] = "trajectory"
+    """`trajectory`: one reward per session. `step`: one per turn, added up."""
+
+
+class BaselineSection(Section):
+    """The greedy baseline, for estimators that want one."""
+
+    greedy: bool | None = None
+    """Whether each prompt gets a greedy session; default as the estimator needs."""
+    on_missing: Literal["drop", "fail"] = "drop"
+    """What happens to sessions whose baseline is missing: leave them out by name, or stop the run."""
+
+
+class UpdateSection(Section):
+    """Training."""
+
+    loss: str = "ppo_clip"
+    """Policy loss: `ppo_clip` or `policy_gradient`."""
+    loss_options: dict[str, float] = {}
+    """Options of the loss: clip_low, clip_high, dual_clip."""
+    aggregation: str = "token-mean"
+    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, -norm."""
+    lr: float = Field(1e-6, gt=0)
+    """Learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Momentum terms of AdamW."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of AdamW."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+    mini_batches: int = Field(1, ge=1)
+    """Optimiser steps per pass over a window."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a window."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Most tokens in one forward pass, padding included; decides memory, not results."""
+    deadline_s: float = Field(3600.0, gt=0)
+    """Longest time of one update, in seconds."""
+
+
+class RLConfig(RunConfig):
+    """Configuration of the RL recipe."""
+
+    estimator: str = "remax"
+    """Advantage estimator: remax, grpo, dr_grpo, rloo, reinforce."""
+    engine: str = "vllm"
+    """Rollout engine: vllm, hf, or an import path."""
+    windows: int | None = Field(None, ge=1)
+    """How many windows to train on; default: as many as `epochs` has."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the data, where `windows` is not set."""
+    max_staleness: int = Field(0, ge=0)
+    """0: synchronous, on-policy. k: rollout may run k updates ahead."""
+    data: DataSection = DataSection()
+    model: ModelSection = ModelSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    baseline: BaselineSection = BaselineSection()
+    update: UpdateSection = UpdateSection()
+
+    @field_validator("estimator")
+    @classmethod
+    def _known_estimator(cls, value: str) -> str:
+        return _known(value, ESTIMATORS, "estimators")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RLConfig:
+        _known(self.update.loss, LOSSES, "losses", "update.loss: ")
+        _known(self.update.aggregation, AGGREGATIONS, "aggregations", "update.aggregation: ")
+        needs = ESTIMATORS[self.estimator]
+        if needs.greedy_baseline and self.baseline.greedy is False:
+            raise ValueError(
+                f"estimator {self.estimator!r} compares with a greedy session of each prompt, but baseline.greedy is "
+                "false; remove that line, or choose an estimator without a baseline (grpo, rloo, reinforce)"
+            )
+        if self.rollout.n < needs.min_group:
+            raise ValueError(
+                f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n is "
+                f"{self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+            )
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each prompt gets a greedy session."""
+        chosen = self.baseline.greedy
+        return ESTIMATORS[self.estimator].greedy_baseline if chosen is None else chosen
+
+
+def _known(value: str, table: dict[str, Any], what: str, where: str = "") -> str:
+    if value not in table:
+        import difflib
+
+        near = difflib.get_close_matches(value, table, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{where}unknown name {value!r}; {hint}the {what} are: {', '.join(table)}")
+    return value
+
+
+def build(config: RLConfig) -> Pipeline:
+    """Make the pipeline of an RL run.
+
+    Raises:
+        ConfigError: If the prompt files, the reward function or the sizes cannot work.
+    """
+    files = _prompt_files(config)
+    try:
+        summary = check_prompts(
+            files, PromptColumns(**config.data.columns), require_ground_truth=config.data.require_ground_truth
+        )
+    except TypeError as error:
+        raise ConfigError(f"data.columns: {error}; its keys are prompt, ground_truth, prompt_id, data_source") from error
+    except PromptFileError as error:
+        raise ConfigError(str(error)) from error
+    resolve_reward(config.reward.function, config.reward.options)
+    per_epoch = windows_per_epoch(summary.rows, config.data.prompts_per_window)
+    sessions = min(config.data.prompts_per_window, summary.rows) * (config.rollout.n + config.greedy)
+    tokens = config.data.max_prompt_tokens + config.rollout.max_tokens
+    return Pipeline(
+        specs=(*_stages(config, files), *config.own_stages()),
+        windows=config.windows or per_epoch * config.epochs,
+        rows_per_window=sessions + min(config.data.prompts_per_window, summary.rows) * (1 + config.greedy),
+        bytes_per_row=ROW_BYTES + TOKEN_BYTES * tokens,
+        max_staleness=config.max_staleness,
+        max_rows=config.limits.max_rows,
+        max_bytes=config.limits.max_bytes,
+    )
+
+
+def _prompt_files(config: RLConfig) -> list[str]:
+    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    return [str(prompts_path(name)) for name in names]
+
+
+def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
+    model = str(resolve_model(config.model.path))
+    needs = ESTIMATORS[config.estimator]
+    data, rollout = config.data, config.rollout
+    specs = [
+        _spec(
+            config,
+            "source",
+            "stages.source:Source",
+            files=files,
+            columns=data.columns,
+            require_ground_truth=data.require_ground_truth,
+            model=model,
+            prompts_per_window=data.prompts_per_window,
+            rollout_n=rollout.n,
+            greedy_baseline=config.greedy,
+            shuffle=data.shuffle,
+            max_prompt_tokens=data.max_prompt_tokens,
+            overlong=data.overlong,
+        ),
+        _spec(
+            config,
+            "rollout",
+            "stages.rollout:Rollout",
+            {"workers": rollout.replicas, "deadline_s": rollout.deadline_s, "max_attempts": rollout.max_attempts},
+            engine=config.engine,
+            model=model,
+            dtype=config.model.dtype,
+            device=config.model.device,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_tokens,
+            max_model_len=data.max_prompt_tokens + rollout.max_tokens + 1,
+            max_sequences=rollout.max_sequences,
+            kv_cache_bytes=rollout.kv_cache_mib << 20,
+            probe_bound=rollout.probe_bound,
+        ),
+        _spec(
+            config,
+            "reward",
+            "stages.reward:Reward",
+            function=config.reward.function,
+            options=config.reward.options,
+            semantics=config.reward.semantics,
+        ),
+        _spec(config, "advantage", "stages.advantage:Advantage", estimator=config.estimator),
+        _spec(
+            config,
+            "update",
+            "stages.update:Update",
+            {"deadline_s": config.update.deadline_s},
+            learner={
+                "model": model,
+                "dtype": config.model.dtype,
+                "device": config.model.device,
+                "temperature": rollout.temperature,
+                "horizon": rollout.max_tokens,
+                **config.update.model_dump(exclude={"deadline_s"}),
+            },
+            save_model=config.run.save_model,
+        ),
+    ]
+    if needs.greedy_baseline:
+        join = {"on_missing": config.baseline.on_missing, "max_version_gap": config.max_staleness}
+        specs.insert(3, _spec(config, "baseline_join", "stages.baseline_join:BaselineJoin", **join))
+    return specs
+
+
+def _spec(config: RLConfig, name: str, use: str, settings: dict[str, Any] | None = None, **options: Any) -> StageSpec:
+    placed = {"placement": config.placement[name]} if name in config.placement else {}
+    return StageSpec(use, options, {**(settings or {}), **placed}, name)
+
+
+def prepare(config: RLConfig, say: Callable[[str], None]) -> None:
+    """Make the built-in model that the configuration names, if it is not there yet, in a process of its own.
+
+    Raises:
+        ConfigError: If it could not be made.
+    """
+    name = config.model.path
+    if name not in MODELS or (Path(str(resolve_model(name))) / "config.json").is_file():
+        return
+    say(f"making the model {name!r} (once; it is kept in {resolve_model(name)})")
+    made = subprocess.run([sys.executable, "-m", MODELS[name]], check=False)
+    if made.returncode:
+        raise ConfigError(f"model.path: the built-in model {name!r} could not be made; its maker's output is above")
+
+
+rl = Recipe(RLConfig, build, prepare)

@@ -1,0 +1,148 @@
+"""The source: fills each window with prompt rows, tagged with how many sessions and how they are decoded."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dataflow.batch import Batch
+from dataflow.errors import ConfigError, Drop
+from dataflow.stage import Stage, StageConfig, StageContext
+from schemas.catalog import columns
+from schemas.prompts import PromptColumns, PromptFileError, PromptRecord, read_prompts
+from stages.text import load_tokenizer, prompt_ids
+
+log = logging.getLogger(__name__)
+
+TOO_LONG = "prompt too long"
+
+
+class SourceConfig(StageConfig):
+    """Options of the source."""
+
+    files: list[str]
+    """Prompt files, .parquet or .jsonl."""
+    columns: dict[str, str] = {}
+    """What the file calls the columns prompt, ground_truth, prompt_id and data_source."""
+    require_ground_truth: bool = True
+    """Refuse prompts without a right answer."""
+    model: str
+    """Directory of the model whose tokenizer and chat template are used."""
+    prompts_per_window: int
+    """Prompts in one window; the last window of an epoch has fewer if the data set is no multiple of it."""
+    rollout_n: int
+    """Sampled sessions per prompt."""
+    greedy_baseline: bool
+    """Whether each uid gets a greedy row beside the sampled one."""
+    shuffle: bool = True
+    """Whether each epoch has an order of its own, drawn from the run's seed."""
+    max_prompt_tokens: int
+    """Longest prompt, in tokens."""
+    overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
+    """What happens to a longer prompt: drop it, keep its last or its first tokens, or stop the run."""
+
+
+class Source(Stage):
+    """Writes the prompt rows of window k: the k-th slice of an epoch's order, whoever asks and however often.
+
+    An estimator that wants a greedy baseline gets a second prompt row per uid in the same put, so that sampled and
+    greedy sessions go through one rollout stage in one batch.
+    """
+
+    Config = SourceConfig
+    name = "source"
+    granularity = "source"
+    writes = columns(
+        "uid",
+        "prompt_id",
+        "epoch",
+        "window",
+        "__rollout_n__",
+        "__do_sample__",
+        "prompt",
+        "prompt_ids",
+        "ground_truth",
+        "data_source",
+        "extra",
+    )
+    config: SourceConfig
+
+    def setup(self, context: StageContext) -> None:
+        """Read the prompts and the tokenizer.
+
+        Raises:
+            ConfigError: If a prompt file is wrong, or a prompt is too long and `overlong` is "error".
+        """
+        self._seed = context.seed
+        try:
+            self._records = list(
+                read_prompts(
+                    self.config.files,
+                    PromptColumns(**self.config.columns),
+                    require_ground_truth=self.config.require_ground_truth,
+                )
+            )
+        except PromptFileError as error:
+            raise ConfigError(str(error)) from error
+        self._tokenizer = load_tokenizer(self.config.model)
+        if self.config.overlong == "error":
+            for row, record in enumerate(self._records):
+                self._encode(record, row)
+
+    def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """Make the prompt rows of the batch's window. Rows with a `Drop` are counted, not written."""
+        epoch, chosen = self._chosen(batch.window_index)
+        rows: dict[str, list[Any]] = {column.name: [] for column in self.writes}
+        for index in chosen:
+            record = self._records[index]
+            ids = self._encode(record, index)
+            for sample in (True, False) if self.config.greedy_baseline else (True,):
+                rows["uid"].append(f"{epoch}-{record.prompt_id}")
+                rows["prompt_id"].append(record.prompt_id)
+                rows["epoch"].append(epoch)
+                rows["window"].append(batch.window)
+                rows["__rollout_n__"].append(self.config.rollout_n if sample else 1)
+                rows["__do_sample__"].append(sample)
+                prompt = record.prompt
+                rows["prompt"].append(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
+                rows["prompt_ids"].append(ids)
+                rows["ground_truth"].append(record.ground_truth)
+                rows["data_source"].append(record.data_source)
+                rows["extra"].append(record.extra)
+        return rows
+
+    def _chosen(self, window: int) -> tuple[int, list[int]]:
+        """The epoch and the prompts of a window. Windows never span epochs."""
+        total, size = len(self._records), self.config.prompts_per_window
+        per_epoch = windows_per_epoch(total, size)
+        epoch, place = divmod(window, per_epoch)
+        order = np.arange(total)
+        if self.config.shuffle:
+            order = np.random.default_rng([self._seed, epoch]).permutation(total)
+        return epoch, [int(index) for index in order[place * size : (place + 1) * size]]
+
+    def _encode(self, record: PromptRecord, row: int) -> list[int] | Drop:
+        ids = prompt_ids(self._tokenizer, record.prompt)
+        limit = self.config.max_prompt_tokens
+        if len(ids) <= limit:
+            return ids
+        if self.config.overlong == "cut_left":
+            return ids[-limit:]
+        if self.config.overlong == "cut_right":
+            return ids[:limit]
+        if self.config.overlong == "error":
+            raise ConfigError(
+                f"data: prompt {row} (id {record.prompt_id!r}) has {len(ids)} tokens, data.max_prompt_tokens is {limit}; "
+                "raise it, or set data.overlong to drop, cut_left or cut_right"
+            )
+        log.warning("prompt dropped row=%d id=%s tokens=%d limit=%d", row, record.prompt_id, len(ids), limit)
+        return Drop(TOO_LONG)
+
+
+def windows_per_epoch(prompts: int, prompts_per_window: int) -> int:
+    """How many windows one pass over the data makes; the last may be short."""
+    return -(-prompts // prompts_per_window)

@@ -1,0 +1,94 @@
+"""Update: one training event per window, and the publication of the weights that come of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dataflow.batch import Batch
+from dataflow.stage import Stage, StageConfig, StageContext
+from dataflow.weights import WeightsDirectory
+from schemas.catalog import columns
+
+
+class UpdateConfig(StageConfig):
+    """Options of the update."""
+
+    learner: dict[str, Any]
+    """The learner's configuration; see `stages.learner.LearnerConfig`."""
+    save_model: bool = True
+    """Write the trained model to RUN/model at the end."""
+
+
+class Update(Stage):
+    """Trains on a whole window in canonical order, whatever the order in which it was filled. Has one owner."""
+
+    Config = UpdateConfig
+    name = "update"
+    granularity = "window"
+    reads = (
+        "prompt_ids",
+        "response_ids",
+        "response_mask",
+        "rollout_log_probs",
+        "advantages",
+        "policy_version_min",
+        "policy_version_max",
+    )
+    writes = columns("trained_version")
+    one_owner = True
+    deadline_s = 3600.0
+    placement = None
+    config: UpdateConfig
+
+    def __init__(self, config: UpdateConfig) -> None:
+        super().__init__(config)
+        if config.learner.get("device", "cpu") != "cpu":
+            self.num_gpus = 1
+
+    def setup(self, context: StageContext) -> None:
+        """Load the model and make the weight files' directory."""
+        from stages.learner import Learner, LearnerConfig
+
+        self._run_dir = Path(context.run_dir)
+        self._weights = WeightsDirectory(context.run_id)
+        self._weights.create()
+        self._learner = Learner(LearnerConfig.model_validate(self.config.learner), self._weights)
+
+    def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+        """Train on the window's rows, publish the new version, and drop files that no engine needs."""
+        from stages.learner import TrainRow
+
+        version = self._learner.version
+        rows = [
+            TrainRow(
+                group=unit.uid,
+                prompt_ids=batch["prompt_ids"][row],
+                response_ids=batch["response_ids"][row],
+                mask=batch["response_mask"][row],
+                rollout_log_probs=batch["rollout_log_probs"][row],
+                advantages=batch["advantages"][row],
+                current=batch["policy_version_min"][row] == batch["policy_version_max"][row] == version,
+            )
+            for row, unit in enumerate(batch.units)
+        ]
+        metrics = self._learner.update(rows)
+        staleness = [version - oldest for oldest in batch["policy_version_min"]]
+        metrics |= {"staleness/max": float(max(staleness)), "staleness/mean": float(np.mean(staleness))}
+        metrics["policy_version"] = float(self._learner.version)
+        batch.report(metrics)
+        batch.publish(self._learner.publish())
+        self._weights.discard_before(min(batch.oldest_loaded, version))
+        return {"trained_version": [self._learner.version] * len(batch)}
+
+    def close(self) -> None:
+        """Save the trained model, and remove the weight files."""
+        if self.config.save_model and self._learner.version:
+            self._learner.save(self._run_dir / "model")
+            note = {"policy_version": self._learner.version}
+            (self._run_dir / "model" / "policy_version.json").write_text(json.dumps(note) + "\n", encoding="utf-8")
+        self._weights.remove()
