@@ -160,36 +160,34 @@ def import_object(path: str, what: str) -> Any:
     Raises:
         ConfigError: Names `what`, the part that was not found, and what the module offers instead.
     """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{what}: expected 'package.module:name' or 'file.py:name', got {path!r}")
+    place, _, attribute = path.rpartition(":")
+    if not place or not attribute:
+        raise ConfigError(f"{what}: expected 'package.module:name' or 'folder/file.py:name', got {path!r}")
     try:
-        module = _load_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ImportError as error:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(
-            f"{what}: cannot import {module_name!r}: {error}. Python looks in the current folder and in the installed "
-            "packages; a file can be named directly, as 'folder/file.py:name'"
+            f"{what}: {place!r} cannot be imported: {type(error).__name__}: {error}. Python looks in the current folder "
+            "and in the installed packages; a file can be named directly, as 'folder/file.py:name'"
         ) from error
-    except FileNotFoundError as error:
-        raise ConfigError(f"{what}: there is no file {module_name!r}") from error
     if not hasattr(module, attribute):
         offered = ", ".join(name for name in vars(module) if not name.startswith("_"))
-        raise ConfigError(f"{what}: {module_name!r} has no {attribute!r}; it has: {offered}")
+        raise ConfigError(f"{what}: {place!r} has no {attribute!r}; it has: {offered}")
     return getattr(module, attribute)
 
 
 def _load_file(path: Path) -> Any:
     path = path.expanduser().resolve()
-    name = f"_dataflow_file_{abs(hash(str(path)))}"
+    name = f"dataflow_user_file_{path}"  # a name of its own, so that no installed module is hidden
     if name in sys.modules:
         return sys.modules[name]
     if not path.is_file():
-        raise FileNotFoundError(path)
+        raise FileNotFoundError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,15 @@ class Column:
     @property
     def is_tokens(self) -> bool:
         """Whether one row's value is a 1-D array of numbers."""
-        return pa.types.is_list(self.type) and not pa.types.is_nested(self.type.value_type)
+        return _is_tokens(self.type)
 
     @property
     def field(self) -> pa.Field:
         """The Arrow field, with doc, unit, shape and producer as metadata."""
         notes = {"doc": self.doc, "unit": self.unit, "shape": self.shape, "producer": self.producer}
-        return pa.field(self.name, self.type, nullable=self.nullable, metadata={k: v for k, v in notes.items() if v})
+        return pa.field(
+            self.name, self.type, nullable=self.nullable, metadata={k: v for k, v in notes.items() if v}
+        )
 
     def cast(self, values: Sequence[Any] | pa.Array, keys: Sequence[str] | None = None) -> pa.Array:
         """Check and convert one value per row.
@@ -70,12 +73,15 @@ class Column:
             ColumnError: Names the column, the first row that does not fit, what was expected and what
                 came.
         """
-        if isinstance(values, pa.Array | pa.ChunkedArray) and values.type == self.type:
-            array = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+        if (
+            isinstance(values, pa.Array)
+            and values.type == self.type
+            and not (self.is_tokens and values.values.null_count)
+        ):
+            array = values
         else:
-            if isinstance(values, pa.Array | pa.ChunkedArray):
-                values = values.to_pylist()
-            array = self._convert([_plain(value) for value in values], keys)
+            plain = values.to_pylist() if isinstance(values, pa.Array | pa.ChunkedArray) else values
+            array = self._convert([_plain(value) for value in plain], keys)
         if array.null_count and not self.nullable:
             row = next(i for i in range(len(array)) if not array[i].is_valid)
             raise ColumnError(self._message(row, keys, "None", "this column is not nullable"))
@@ -90,23 +96,33 @@ class Column:
                     self._array([value])
                 except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                     raise ColumnError(self._message(row, keys, _show(value), str(error))) from cause
-            raise ColumnError(f"column {self.name!r}: expected {self.type}, got {_show(values)}: {cause}") from cause
+            raise ColumnError(
+                f"column {self.name!r}: expected {self.type}, got {_show(values)}: {cause}"
+            ) from cause
 
     def _array(self, values: list[Any]) -> pa.Array:
         if self.is_tokens:
             return self._tokens(values)
-        if pa.types.is_boolean(self.type) and any(value is not None and type(value) is not bool for value in values):
+        if pa.types.is_boolean(self.type) and any(
+            value is not None and type(value) is not bool for value in values
+        ):
             raise TypeError("only True and False are booleans")
         if pa.types.is_floating(self.type):
             if any(isinstance(value, str | bool) for value in values):
                 raise TypeError("text and booleans are no numbers")
-            return pa.array([None if v is None else float(v) for v in values], pa.float64()).cast(self.type, safe=False)
+            numbers = [None if v is None else float(v) for v in values]
+            _refuse_overflow(np.array([v for v in numbers if v is not None]), self.type.to_pandas_dtype())
+            return pa.array(numbers, pa.float64()).cast(self.type, safe=False)
         if pa.types.is_integer(self.type):
             if any(isinstance(value, str | bool) for value in values):
                 raise TypeError("text and booleans are no integers")
             if any(isinstance(value, float) and not value.is_integer() for value in values):
                 raise TypeError("the value has a fraction or is not finite")
             return pa.array([None if v is None else int(v) for v in values], self.type)
+        if pa.types.is_string(self.type) and any(
+            value is not None and not isinstance(value, str) for value in values
+        ):
+            raise TypeError("only text is text")
         return pa.array(values, self.type)
 
     def _tokens(self, values: list[Any]) -> pa.Array:
@@ -115,7 +131,8 @@ class Column:
         lengths = [0 if array is None else len(array) for array in arrays]
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
         flat = np.concatenate([array for array in arrays if array is not None] or [np.empty(0, item)])
-        mask = pa.array([array is None for array in arrays], pa.bool_()) if None in _nones(arrays) else None
+        absent = [array is None for array in arrays]
+        mask = pa.array(absent, pa.bool_()) if any(absent) else None
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=self.type, mask=mask)
 
     def _row(self, value: Any, item: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -130,6 +147,8 @@ class Column:
             converted = array.astype(item)
         if item.kind in "biu" and not np.array_equal(converted, array):
             raise TypeError(f"{array.dtype} values do not fit {item} without loss")
+        if item.kind == "f":
+            _refuse_overflow(array, item)
         return converted
 
     def _message(self, row: int, keys: Sequence[str] | None, got: str, why: str) -> str:
@@ -137,8 +156,17 @@ class Column:
         return f"column {self.name!r}, {where}: expected {self.type}, got {got} ({why})"
 
 
-def _nones(arrays: list[Any]) -> list[Any]:
-    return [None for array in arrays if array is None]
+def _is_tokens(type_: pa.DataType) -> bool:
+    return pa.types.is_list(type_) and (
+        pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type)
+    )
+
+
+def _refuse_overflow(array: np.ndarray[Any, Any], item: Any) -> None:
+    """Infinity may be stored; a finite number that would become infinity may not."""
+    finite = array[np.isfinite(array)] if array.size else array
+    if finite.size and np.abs(finite).max() > np.finfo(item).max:
+        raise OverflowError(f"the value is beyond {np.dtype(item)}")
 
 
 def _plain(value: Any) -> Any:
@@ -159,16 +187,16 @@ def _show(value: Any) -> str:
 
 def to_values(array: pa.Array) -> list[Any]:
     """Turn an Arrow array into what stages see: numpy arrays for token columns, else Python values."""
-    if pa.types.is_list(array.type) and not pa.types.is_nested(array.type.value_type):
+    if _is_tokens(array.type):
         if isinstance(array, pa.ChunkedArray):
             array = array.combine_chunks()
         flat, offsets = array.values.to_numpy(zero_copy_only=False), array.offsets.to_numpy()
         if array.null_count == 0:
-            return [flat[start:stop] for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+            return [flat[start:stop] for start, stop in pairwise(offsets)]
         valid = array.is_valid().to_pylist()
         return [
             flat[start:stop] if ok else None
-            for start, stop, ok in zip(offsets[:-1], offsets[1:], valid, strict=True)
+            for (start, stop), ok in zip(pairwise(offsets), valid, strict=True)
         ]
     values: list[Any] = array.to_pylist()
     return values

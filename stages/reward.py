@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -37,8 +36,7 @@ class Reward(Stage):
 
     def setup(self, context: StageContext) -> None:
         """Import the reward function."""
-        function = resolve(self.config.function)
-        self._function = functools.partial(function, **self.config.options) if self.config.options else function
+        self._function = resolve(self.config.function, self.config.options)
 
     def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Grade the rows of a batch."""

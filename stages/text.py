@@ -11,6 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stages.rewards.text import graded_ids
+
 
 def load_tokenizer(model: str) -> Any:
     """Load a model's tokenizer."""
@@ -51,15 +53,8 @@ def stop_token_ids(model: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def response_text(tokenizer: Any, ids: Sequence[int], stop_ids: Collection[int], removed: Collection[int] = ()) -> str:
-    """The text that is graded: everything before the first stop token.
+    """The text that is graded: everything before the first stop token, less the `removed` ids.
 
-    Args:
-        tokenizer: The policy's tokenizer.
-        ids: Token ids of the response.
-        stop_ids: Tokens that end a response; the first one and all after it are left out.
-        removed: Other token ids to leave out wherever they stand, such as padding. All others are kept, special or
-            not: a tag like `<think>` may be part of the answer.
+    Special tokens are kept otherwise: a tag like `<think>` may be part of the answer.
     """
-    end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))
-    kept = [int(token) for token in ids[:end] if token not in removed]
-    return str(tokenizer.decode(kept, skip_special_tokens=False))
+    return str(tokenizer.decode(graded_ids(ids, stop_ids, removed), skip_special_tokens=False))

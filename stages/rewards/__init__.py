@@ -1,0 +1,62 @@
+"""Verifiable rewards, and how a name in a config becomes a function. Importing this imports no grader."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dataflow.errors import ConfigError
+from dataflow.stage import import_object
+
+BUILTIN: dict[str, str] = {
+    "exact_match": "stages.rewards.exact:exact_match",
+    "format_match": "stages.rewards.text:format_match",
+    "math_match": "stages.rewards.maths:math_match",
+    "numeric_match": "stages.rewards.numeric:numeric_match",
+    "reasoning_gym": "stages.rewards.reasoning_gym:reasoning_gym_score",
+}
+
+
+def resolve(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Turn a name from a config into a reward function.
+
+    Args:
+        name: A built-in name, ``package.module:function``, or ``path/to/file.py:function``.
+        options: Keyword arguments to bind, such as ``{"mode": "strict"}``.
+
+    Returns:
+        The function, with the options bound.
+
+    Raises:
+        ConfigError: If there is no such function, or it has no such option. Names what is known.
+    """
+    function = _imported(BUILTIN.get(name, name), name)
+    if not options:
+        return function
+    parameters = inspect.signature(function).parameters
+    keywords = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    unknown = [option for option in options if option not in parameters]
+    if unknown and not open_ended:
+        raise ConfigError(
+            f"reward {name!r}: expected options out of {', '.join(keywords) or 'none'}, got "
+            f"{', '.join(unknown)}. Correct the option's name."
+        )
+    return functools.partial(function, **options)
+
+
+def _imported(target: str, name: str) -> Callable[..., Any]:
+    try:
+        function = import_object(target, f"reward {name!r}")
+    except ConfigError as error:
+        raise ConfigError(f"{error}. The built-in rewards are: {', '.join(BUILTIN)}") from error.__cause__
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        kind = "async" if callable(function) else f"a {type(function).__name__}"
+        raise ConfigError(
+            f"reward {name!r}: it is {kind}; a reward is a plain function of a response. "
+            f"The built-in rewards are: {', '.join(BUILTIN)}"
+        )
+    found: Callable[..., Any] = function
+    return found
