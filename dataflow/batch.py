@@ -37,6 +37,21 @@ class Unit:
         return (self.uid, self.is_baseline, self.session)
 
 
+def prompt_key(window: str, uid: str, *, is_baseline: bool) -> str:
+    """Queue key of a prompt row."""
+    return f"{window}/{uid}" + ("#greedy" if is_baseline else "")
+
+
+def row_key(unit: Unit, turn: int) -> str:
+    """Queue key of a trajectory row, before its address."""
+    return f"{unit.id}/{turn}"
+
+
+def address(key: str, delivery: int) -> str:
+    """Where a delivery writes a row. A late writer reaches only an address that nobody reads."""
+    return key if delivery == 0 else f"{key}~{delivery}"
+
+
 @dataclass(frozen=True)
 class Tombstone:
     """A unit that left the pipeline early: it failed for good, or a rule dropped it."""
@@ -87,7 +102,9 @@ class Batch:
             return self.columns[column]
         except KeyError:
             names = ", ".join(sorted(self.columns)) or "none"
-            raise KeyError(f"the batch has no column {column!r}; a stage sees what it declares in reads: {names}") from None
+            raise KeyError(
+                f"the batch has no column {column!r}; a stage sees what it declares in reads: {names}"
+            ) from None
 
     def __contains__(self, column: str) -> bool:
         return column in self.columns

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class _CoordinatorActor:
     async def joined(self, worker: str, stage: str) -> None:
         await self._it.joined(worker, stage)
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | None | bool:
+    async def claim(self, worker: str, loaded_version: int) -> Claim | bool | None:
         """As `Control.claim`; False in place of raising Stop."""
         try:
             return await self._it.claim(worker, loaded_version)
@@ -124,7 +124,7 @@ class _RemoteControl:
         await self._coordinator.joined.remote(worker, stage)
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | None:
-        answer: Claim | None | bool = await self._coordinator.claim.remote(worker, loaded_version)
+        answer: Claim | bool | None = await self._coordinator.claim.remote(worker, loaded_version)
         if isinstance(answer, bool):
             raise Stop
         return answer
@@ -152,11 +152,11 @@ class _ProcessActor:
         boot, journal = self._boot, self._boot.run_dir / "journal"
         control = _RemoteControl(self._coordinator)
         queue = _LateQueue()
-        for worker, stage_name in self._members:
+        for name, stage_name in self._members:
             stage = boot.pipeline.stages[stage_name]
-            context = StageContext(boot.run_id, boot.run_dir, worker, boot.config.run.seed)
-            writer = JournalWriter(journal, stage_name, worker)
-            self._workers.append(Worker(worker, stage, boot.pipeline, control, queue, writer, context))
+            context = StageContext(boot.run_id, boot.run_dir, name, boot.config.run.seed)
+            writer = JournalWriter(journal, stage_name, name)
+            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context))
         for worker in self._workers:
             await worker.setup()
         await self._coordinator.ready.remote()
@@ -170,6 +170,19 @@ class _ProcessActor:
     async def run(self) -> None:
         """Work until the run is over."""
         await asyncio.gather(*(worker.run() for worker in self._workers))
+
+
+def _actor(cls: type, variables: Mapping[str, str], num_gpus: float = 0) -> Any:
+    """An actor class with our options. It is never restarted by Ray: what a death means is decided here."""
+    import ray
+
+    return ray.remote(cls).options(
+        num_cpus=0,
+        num_gpus=num_gpus,
+        max_concurrency=1000,
+        max_restarts=0,
+        runtime_env={"env_vars": {"OMP_NUM_THREADS": "1", **variables}},
+    )
 
 
 class _LateQueue:
@@ -197,7 +210,12 @@ def _redirect_output(run_dir: Path, name: str) -> None:
     file = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+        force=True,
+    )
 
 
 class _Cluster:
@@ -218,9 +236,7 @@ class _Cluster:
         import ray
 
         began = time.monotonic()
-        environment = {"env_vars": {"OMP_NUM_THREADS": "1"}}
-        actor = ray.remote(num_cpus=0, max_concurrency=1000, max_restarts=0)(_CoordinatorActor)
-        self.coordinator = actor.options(runtime_env=environment).remote(self.boot)
+        self.coordinator = _actor(_CoordinatorActor, {}).remote(self.boot)
         waiting = {self.coordinator.start.remote(): "coordinator and queue"}
         for name in self.members:
             waiting[self._spawn(name)] = name
@@ -245,16 +261,10 @@ class _Cluster:
 
     def _spawn(self, name: str) -> Any:
         """Start one process; returns the reference of its start."""
-        import ray
-
         stages = [self.boot.pipeline.stages[stage] for _, stage in self.members[name]]
-        variables = {"OMP_NUM_THREADS": "1"}
-        for stage in stages:
-            variables |= stage.environment
-        actor = ray.remote(num_cpus=0, max_concurrency=1000, max_restarts=0)(_ProcessActor)
-        self.processes[name] = actor.options(
-            num_gpus=sum(stage.num_gpus for stage in stages), runtime_env={"env_vars": variables}
-        ).remote(self.boot, name, self.members[name], self.coordinator)
+        variables = {key: value for stage in stages for key, value in stage.environment.items()}
+        actor = _actor(_ProcessActor, variables, sum(stage.num_gpus for stage in stages))
+        self.processes[name] = actor.remote(self.boot, name, self.members[name], self.coordinator)
         return self.processes[name].start.remote()
 
     def _note_pids(self) -> None:
@@ -280,7 +290,8 @@ class _Cluster:
                 self._ended(ref)
             try:
                 status: Status = ray.get(
-                    self.coordinator.status.remote(self.console.windows_shown, self.console.alarms_shown), timeout=30
+                    self.coordinator.status.remote(self.console.windows_shown, self.console.alarms_shown),
+                    timeout=30,
                 )
             except ray.exceptions.RayError as error:
                 raise RunError(f"the coordinator is gone: {_cause(error)}; the run cannot go on without it") from error
@@ -388,8 +399,8 @@ def _refuse_foreign_queue() -> None:
     except ValueError:
         return
     raise RunError(
-        f"this Ray cluster already runs a TransferQueue (actor {tq.CONTROLLER!r} in namespace {tq.NAMESPACE!r}), and there "
-        "can be only one; stop the other run first, or leave cluster.address unset to get a cluster of its own"
+        f"this Ray cluster already runs a TransferQueue (actor {tq.CONTROLLER!r} in namespace {tq.NAMESPACE!r}), and "
+        "there can be only one; stop the other run first, or leave cluster.address unset to get a cluster of its own"
     )
 
 

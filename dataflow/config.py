@@ -185,7 +185,11 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
         if item["type"] == "extra_forbidden":
             lines.append(f"unknown key {key!r}; {_nearest(key, model)}")
         elif item["type"] == "value_error":
-            lines.append(f"{key}: {str(item['msg']).removeprefix('Value error, ')}" if key else str(item["msg"]).removeprefix("Value error, "))
+            lines.append(
+                f"{key}: {str(item['msg']).removeprefix('Value error, ')}"
+                if key
+                else str(item["msg"]).removeprefix("Value error, ")
+            )
         else:
             lines.append(f"{key}: {item['msg']}, got {item['input']!r}")
     return f"{where}: " + "\n  ".join(lines)
@@ -203,7 +207,9 @@ def _nearest(key: str, model: type[BaseModel]) -> str:
     flat = key.replace("-", ".").replace("_", ".")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [name for name in known if name.replace("_", ".") == flat]
-    close = close or difflib.get_close_matches(key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7)
+    close = close or difflib.get_close_matches(
+        key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7
+    )
     if close:
         return f"did you mean {close[0]!r}?"
     section = key.rpartition(".")[0]
@@ -216,7 +222,10 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Mapping[str, str]:
     keys: dict[str, str] = {}
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        inner = next((a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)), None)
+        inner = next(
+            (a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)),
+            None,
+        )
         if inner is not None and typing.get_origin(annotation) is not list:
             keys.update(known_keys(inner, f"{prefix}{name}."))
         else:

@@ -6,10 +6,17 @@ import contextlib
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console as RichConsole
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from dataflow.errors import RunError
 from dataflow.events import Ledger
@@ -38,13 +45,14 @@ class Console:
     Args:
         run_dir: Where the run keeps its files.
         windows: How many windows the run has.
+        terminal: Where to print; default standard output.
     """
 
-    def __init__(self, run_dir: Path, windows: int) -> None:
+    def __init__(self, run_dir: Path, windows: int, terminal: TextIO | None = None) -> None:
         self.windows_shown = 0
         self.alarms_shown = 0
         self._run_dir = run_dir
-        self._rich = RichConsole(highlight=False, soft_wrap=True)
+        self._rich = RichConsole(file=terminal, highlight=False, soft_wrap=True)
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -132,7 +140,12 @@ class Console:
         elapsed = time.monotonic() - self._started
         append_json(
             self._run_dir / "metrics.jsonl",
-            {"window": record.index, "name": record.window, "elapsed_s": round(elapsed, 3), "seconds": round(record.seconds, 3)}
+            {
+                "window": record.index,
+                "name": record.window,
+                "elapsed_s": round(elapsed, 3),
+                "seconds": round(record.seconds, 3),
+            }
             | {"units": dict(record.counts), "metrics": metrics},
         )
         self._tracker.on_window(record.index, metrics)
@@ -157,7 +170,9 @@ def waiting_screen(status: Status) -> str:
     """What a run waits for, in one screen: stages with unfinished work, and who holds what."""
     lines = ["waiting for:"]
     for stage, states in status.stages.items():
-        unfinished = {state: count for state, count in states.items() if state in ("waiting", "ready", "leased") and count}
+        unfinished = {
+            state: count for state, count in states.items() if state in ("waiting", "ready", "leased") and count
+        }
         if unfinished:
             lines.append(f"  stage {stage}: " + ", ".join(f"{count} {state}" for state, count in unfinished.items()))
     for worker, stage, what, deadline in status.leases:

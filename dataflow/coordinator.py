@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dataflow.batch import Tombstone, Unit
+from dataflow.batch import Tombstone, Unit, prompt_key
 from dataflow.events import (
     Acknowledged,
     Admitted,
@@ -210,14 +210,20 @@ class Coordinator:
             return
         plan = self.plans[worker.stage]
         if plan.one_owner:
-            self._halt(f"worker {worker.name} of stage {worker.stage!r} died ({event.reason}); it has one owner and is not started again")
+            self._halt(
+                f"worker {worker.name} of stage {worker.stage!r} died ({event.reason}); the stage has one owner and is "
+                "not started again"
+            )
             return
         for lease in list(worker.claims.values()):
             for cell in lease.cells:
                 if cell.claim == lease.id and cell.state == LEASED:
                     cell.deaths += 1
                     if lease.alone and cell.unit is not None:
-                        self._bury(cell, f"killed its worker {cell.deaths} times, the last time alone ({event.reason})")
+                        self._bury(
+                            cell,
+                            f"killed its worker {cell.deaths} times, the last time alone ({event.reason})",
+                        )
         self._release_worker(worker)
 
     def _claim_wanted(self, event: ClaimWanted) -> None:
@@ -243,17 +249,23 @@ class Coordinator:
     def _tick(self, event: Tick) -> None:
         for worker in list(self._workers.values()):
             if self.plans[worker.stage].one_owner:
-                for lease in worker.claims.values():
-                    if event.now > lease.deadline:
-                        self._halt(f"stage {worker.stage!r} has worked on {_what(lease.cells)} for longer than its deadline of {self.plans[worker.stage].deadline_s:g} s; raise its deadline_s if it needs more")
+                self._check_owner(worker, event.now)
                 continue
             if worker.claims and event.now - worker.seen > self._lease_s:
-                self._effects.append(Alarm(f"worker {worker.name} sent no heartbeat for {self._lease_s:g} s; its units are given to others"))
+                self._alarm(f"worker {worker.name} sent no heartbeat for {self._lease_s:g} s; others get its units")
                 self._release_worker(worker)
             for lease in list(worker.claims.values()):
                 if event.now > lease.deadline + self._lease_s:
-                    self._effects.append(Alarm(f"worker {worker.name} overran its deadline on {_what(lease.cells)}; they are given to others"))
+                    self._alarm(f"worker {worker.name} overran its deadline; others get {_what(lease.cells)}")
                     self._release(lease)
+
+    def _check_owner(self, worker: _Worker, now: float) -> None:
+        for lease in worker.claims.values():
+            if now > lease.deadline:
+                self._halt(
+                    f"stage {worker.stage!r} has worked on {_what(lease.cells)} for longer than its deadline of "
+                    f"{self.plans[worker.stage].deadline_s:g} s; raise its deadline_s if it needs more"
+                )
 
     def _admitted(self, event: Admitted) -> None:
         self._drop_lease(event.worker, event.claim)
@@ -346,7 +358,7 @@ class Coordinator:
 
     def _create_units(self, window: _Window, prompt: Any) -> None:
         group = window.groups.setdefault(prompt.uid, _Group(prompt.uid))
-        key = f"{window.name}/{prompt.uid}" + ("#greedy" if prompt.is_baseline else "")
+        key = prompt_key(window.name, prompt.uid, is_baseline=prompt.is_baseline)
         kind = "baseline" if prompt.is_baseline else "sampled"
         for session in range(prompt.sessions):
             identity = Unit(f"{key}/{session}", window.name, prompt.uid, session, prompt.is_baseline, key)
@@ -413,11 +425,18 @@ class Coordinator:
         if holder.pending[cell.stage]:
             return
         units = holder.members if isinstance(holder, _Group) else list(holder.units.values())
-        alive = [unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended]
+        alive = [
+            unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended
+        ]
         if granularity == "group" and 0 < len(alive) < self.plans[cell.stage].min_group:
             for other in alive:
                 assert other.unit is not None
-                self._settle_unit(other.unit, "dropped: partial group", f"{len(alive)} of {len(units)} units survived, {self.plans[cell.stage].min_group} needed", cell.stage)
+                self._settle_unit(
+                    other.unit,
+                    "dropped: partial group",
+                    f"{len(alive)} of {len(units)} units survived, {self.plans[cell.stage].min_group} needed",
+                    cell.stage,
+                )
                 self._kill_cells(other.unit)
         elif alive:
             self._make_ready(alive)
@@ -499,7 +518,7 @@ class Coordinator:
         if empty:
             reasons = sorted({f"{unit.outcome} ({unit.reason})" for unit in window.units.values() if unit.dead})
             message = f"nothing is left to train on in window {window.name}: {'; '.join(reasons[:3])}"
-            self._effects.append(Alarm(message))
+            self._alarm(message)
             if self._empty_in_a_row >= self._max_empty:
                 self._halt(f"{self._empty_in_a_row} windows in a row had nothing to train on; {message}")
 
@@ -533,7 +552,9 @@ class Coordinator:
             for name in joins
             if name in other.cells and not other.cells[name].witness
         )
-        return ("used as baseline", "") if used else ("dropped: unused baseline", "no sampled unit of its uid was joined")
+        return (
+            ("used as baseline", "") if used else ("dropped: unused baseline", "no sampled unit of its uid was joined")
+        )
 
     def _check_balance(self, window: _Window) -> None:
         """Compare the running counts with a recount of the units that are still held."""
@@ -543,7 +564,13 @@ class Coordinator:
                 recount[unit.kind] += not unit.dead
         for kind, count in self.ledger.in_flight.items():
             if recount[kind] != count or not self.ledger.balanced:
-                self._halt(f"the ledger does not balance at window {window.name}: {count} {kind} units should be in flight, {recount[kind]} are; {self.ledger}")
+                self._halt(
+                    f"the ledger does not balance at window {window.name}: {count} {kind} units should be in flight, "
+                    f"{recount[kind]} are; {self.ledger}"
+                )
+
+    def _alarm(self, message: str) -> None:
+        self._effects.append(Alarm(message))
 
     def _halt(self, reason: str) -> None:
         if not self.halted:

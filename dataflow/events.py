@@ -295,4 +295,6 @@ class Ledger:
 
     def units(self, outcome: str) -> int:
         """Units whose outcome is, or begins with, `outcome`."""
-        return sum(count for (_, name), count in self.settled.items() if name == outcome or name.startswith(outcome + ":"))
+        return sum(
+            count for (_, name), count in self.settled.items() if name == outcome or name.startswith(outcome + ":")
+        )

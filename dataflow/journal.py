@@ -16,7 +16,13 @@ import pyarrow as pa
 
 from dataflow.events import Settled
 
-ROWS = [pa.field("window", pa.string()), pa.field("key", pa.string()), pa.field("address", pa.string()), pa.field("at", pa.float64())]
+# Reserved names, so that no stage's column can collide with them.
+ROWS = [
+    pa.field("__window__", pa.string()),
+    pa.field("__key__", pa.string()),
+    pa.field("__address__", pa.string()),
+    pa.field("__at__", pa.float64(), metadata={"doc": "Unix time, seconds"}),
+]
 LEDGER = pa.schema(
     [
         pa.field("at", pa.float64(), metadata={"doc": "Unix time, seconds"}),
@@ -53,7 +59,12 @@ class JournalWriter:
     def rows(self, window: str, keys: Sequence[str], addresses: Sequence[str], columns: Mapping[str, pa.Array]) -> None:
         """Record that columns of rows were written at their addresses."""
         now = time.time()
-        fixed = [pa.array([window] * len(keys)), pa.array(list(keys)), pa.array(list(addresses)), pa.array([now] * len(keys))]
+        fixed = [
+            pa.array([window] * len(keys)),
+            pa.array(list(keys)),
+            pa.array(list(addresses)),
+            pa.array([now] * len(keys)),
+        ]
         schema = pa.schema([*ROWS, *(pa.field(name, array.type) for name, array in columns.items())])
         self._append(pa.record_batch([*fixed, *columns.values()], schema=schema))
 

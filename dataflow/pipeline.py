@@ -72,14 +72,18 @@ class StageSpec:
         where = self.where or self.use
         cls = import_object(self.use, f"{where}.use")
         if not (isinstance(cls, type) and issubclass(cls, Stage)):
-            raise ConfigError(f"{where}.use: {self.use!r} is no stage; decorate the function with @stage or subclass Stage")
+            raise ConfigError(
+                f"{where}.use: {self.use!r} is no stage; decorate the function with @stage or subclass Stage"
+            )
         try:
             built: Stage = cls(cls.Config.model_validate(dict(self.options)))
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(str(part) for part in first["loc"])
             known = ", ".join(cls.Config.model_fields) or "none"
-            raise ConfigError(f"{where}.options.{key}: {first['msg']}; the options of {built_name(cls)} are: {known}") from error
+            raise ConfigError(
+                f"{where}.options.{key}: {first['msg']}; the options of {built_name(cls)} are: {known}"
+            ) from error
         for name, value in self.settings.items():
             if value is not None:
                 setattr(built, name, value)
@@ -195,8 +199,9 @@ class Pipeline:
     def _check_credits(self) -> None:
         if self.max_rows is not None and self.max_rows < self.rows_per_window:
             raise ConfigError(
-                f"limits.max_rows: {self.max_rows} is smaller than one window's worst case of {self.rows_per_window} rows, "
-                f"so no window could ever be admitted; set it to at least {self.rows_per_window} or make windows smaller"
+                f"limits.max_rows: {self.max_rows} is smaller than one window's worst case of {self.rows_per_window} "
+                f"rows, so no window could ever be admitted; set it to at least {self.rows_per_window} or make windows "
+                "smaller"
             )
         window_bytes = self.rows_per_window * self.bytes_per_row
         if self.max_bytes is not None and self.max_bytes < window_bytes:
@@ -230,16 +235,16 @@ class Pipeline:
                     )
                 if column.name in producers:
                     raise ConfigError(
-                        f"column {column.name!r} has two writers, the stages {producers[column.name]!r} and {stage.name!r}; "
-                        "rename the column in one of them, or remove one of the stages"
+                        f"column {column.name!r} has two writers, the stages {producers[column.name]!r} and "
+                        f"{stage.name!r}; rename the column in one of them, or remove one of the stages"
                     )
                 producers[column.name] = stage.name
         for stage in by_name.values():
             for name in stage.reads:
                 if name.startswith("__"):
                     raise ConfigError(
-                        f"stage {stage.name!r} reads {name!r}; columns that begin with '__' steer the pipeline and never reach "
-                        "a stage (a unit knows whether it is a baseline)"
+                        f"stage {stage.name!r} reads {name!r}; columns that begin with '__' steer the pipeline and never "
+                        "reach a stage (a unit knows whether it is a baseline)"
                     )
                 if name not in producers:
                     raise ConfigError(self._nobody_writes(stage, name, producers))
@@ -260,7 +265,9 @@ class Pipeline:
         for name, stage in self.stages.items():
             plan = self.plans[name]
             after = f" after {', '.join(plan.depends_on)}" if plan.depends_on else ""
-            lines.append(f"  {name} [{stage.granularity}{' x' + str(stage.workers) if stage.workers > 1 else ''}]{after}")
+            lines.append(
+                f"  {name} [{stage.granularity}{' x' + str(stage.workers) if stage.workers > 1 else ''}]{after}"
+            )
             lines.append(f"      reads  {_names(stage.reads)}")
             lines.append(f"      writes {_names([column.name for column in stage.writes])}")
         return "\n".join(lines)

@@ -92,7 +92,9 @@ def check_put(partition: str, keys: Sequence[str], columns: Mapping[str, pa.Arra
     if not keys:
         raise QueueError(f"put into {partition!r}: no keys; write nothing by not calling put")
     if any(not isinstance(key, str) for key in keys):
-        raise QueueError(f"put into {partition!r}: keys are text, got {[k for k in keys if not isinstance(k, str)][:3]}")
+        raise QueueError(
+            f"put into {partition!r}: keys are text, got {[k for k in keys if not isinstance(k, str)][:3]}"
+        )
     if len(set(keys)) != len(keys):
         twice = sorted({key for key in keys if list(keys).count(key) > 1})
         raise QueueError(f"put into {partition!r}: duplicate keys {twice[:3]}")
@@ -108,7 +110,9 @@ def check_get(partition: str, keys: Sequence[str], columns: Sequence[str]) -> No
         QueueError: No keys or no columns.
     """
     if not keys or not columns:
-        raise QueueError(f"get from {partition!r}: {len(keys)} keys and {len(columns)} columns; ask for at least one each")
+        raise QueueError(
+            f"get from {partition!r}: {len(keys)} keys and {len(columns)} columns; ask for at least one each"
+        )
 
 
 def missing(partition: str, key: str, column: str, row: Mapping[str, object] | None) -> QueueError:

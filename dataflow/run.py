@@ -7,13 +7,15 @@ Exit codes: 0 the run finished; 1 it could not go on; 2 the configuration or the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from dataflow.config import RunConfig, known_keys, load_config
 from dataflow.errors import ConfigError, DataflowError, RunError
@@ -64,7 +66,12 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="a YAML file; without one, the built-in tiny configuration")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's, as in rollout.n=8")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings that replace the file's, as in rollout.n=8",
+    )
     parser.add_argument("--check", action="store_true", help="validate config, data and graph, print both, and stop")
     parser.add_argument("--local", action="store_true", help="run in this process, with an in-memory queue")
     parser.add_argument("--keys", action="store_true", help="list every configuration key with its meaning, and stop")
@@ -96,7 +103,9 @@ def _check_one_installation() -> None:
         places[name] = Path(spec.origin).resolve().parent.parent
     if len(set(places.values())) > 1:
         found = ", ".join(f"{name} in {place}" for name, place in places.items())
-        raise ConfigError(f"dataflow, stages and schemas come from different places: {found}; another package shadows one")
+        raise ConfigError(
+            f"dataflow, stages and schemas come from different places: {found}; another package shadows one"
+        )
 
 
 def _print_keys(config: str | None) -> int:
@@ -123,7 +132,10 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
     run_dir = _make_run_dir(config, pipeline)
     run_id = f"{run_dir.name}-{os.getpid()}"
     started = time.monotonic()
-    with Console(run_dir, pipeline.windows) as console:
+    with (
+        _own_terminal(run_dir / "logs" / "driver.log") as terminal,
+        Console(run_dir, pipeline.windows, terminal) as console,
+    ):
         console.say(f"run directory: {run_dir}")
         try:
             if local:
@@ -143,6 +155,30 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
     if not trained:
         raise RunError("the run finished without a single unit trained; the ledger above says what became of them")
     return 0
+
+
+@contextlib.contextmanager
+def _own_terminal(log: Path) -> Iterator[TextIO]:
+    """Keep the terminal for the run's own lines: what libraries print goes to a log file meanwhile."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    terminal, errors = os.dup(1), os.dup(2)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        with os.fdopen(terminal, "w", closefd=False) as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(terminal, 1)
+        os.dup2(errors, 2)
+        os.close(terminal)
+        os.close(errors)
 
 
 def _make_run_dir(config: RunConfig, pipeline: Pipeline) -> Path:

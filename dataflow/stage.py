@@ -92,12 +92,12 @@ class Stage:
     num_gpus: float = 0
     one_owner: bool = False
     loaded_version: int = 0
-    environment: Mapping[str, str] = {}  # noqa: RUF012 - a class-level default that is never written
+    environment: Mapping[str, str] = {}
 
     def __init__(self, config: StageConfig) -> None:
         self.config = config
 
-    def setup(self, context: StageContext) -> None | Awaitable[None]:
+    def setup(self, context: StageContext) -> Awaitable[None] | None:
         """Load what `process` needs. Runs once, in the worker's process; may be a coroutine."""
 
     def process(self, batch: Batch) -> Processed:
@@ -112,7 +112,7 @@ class Stage:
         """
         raise TypeError(f"stage {self.name!r} defines no process()")
 
-    def close(self) -> None | Awaitable[None]:
+    def close(self) -> Awaitable[None] | None:
         """Free what `setup` took. Not guaranteed to run: a process may be killed."""
 
 
@@ -167,8 +167,8 @@ def import_object(path: str, what: str) -> Any:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(
-            f"{what}: {place!r} cannot be imported: {type(error).__name__}: {error}. Python looks in the current folder "
-            "and in the installed packages; a file can be named directly, as 'folder/file.py:name'"
+            f"{what}: {place!r} cannot be imported: {type(error).__name__}: {error}. Python looks in the current "
+            "folder and in the installed packages; a file can be named directly, as 'folder/file.py:name'"
         ) from error
     if not hasattr(module, attribute):
         offered = ", ".join(name for name in vars(module) if not name.startswith("_"))

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dataflow.batch import Batch, Unit
+from dataflow.batch import Batch, Unit, prompt_key
+from dataflow.errors import Drop, RowError
 from dataflow.queue import MemoryQueue
 from dataflow.stage import Stage, StageContext
+from schemas.column import to_values
 
 __all__ = ["MemoryQueue", "make_batch", "run_stage"]
 
@@ -30,7 +32,7 @@ def make_batch(rows: Sequence[Mapping[str, Any]], *, window: str = "test/train/0
         uid, greedy = str(row.get("uid", number)), bool(row.get("is_baseline", False))
         session = int(row.get("session", counts.get(uid, 0)))
         counts[uid] = session + 1
-        key = f"{window}/{uid}" + ("#greedy" if greedy else "")
+        key = prompt_key(window, uid, is_baseline=greedy)
         units.append(Unit(f"{key}/{session}", window, uid, session, greedy, key))
         turns.append(int(row.get("turn", 0)))
     names = list(dict.fromkeys(name for row in rows for name in row if name not in identity))
@@ -73,9 +75,6 @@ def run_stage(
 
     columns = asyncio.run(run())
     written: list[dict[str, Any]] = [{} for _ in rows]
-    from dataflow.errors import Drop, RowError
-    from schemas.column import to_values
-
     for column in built.writes:
         values = list(columns[column.name])
         kept = [place for place, value in enumerate(values) if not isinstance(value, Drop | RowError)]

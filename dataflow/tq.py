@@ -157,8 +157,8 @@ class TransferQueue:
             return future.result(self._timeout_s)
         except CallTimeout:
             raise QueueError(
-                f"TransferQueue did not answer {what!r} within {self._timeout_s:g} s; its controller or storage is gone "
-                "or overloaded (queue.timeout_s sets the limit)"
+                f"TransferQueue did not answer {what!r} within {self._timeout_s:g} s; its controller or storage is "
+                "gone or overloaded (queue.timeout_s sets the limit)"
             ) from None
         except Exception as error:
             raise QueueError(f"TransferQueue refused {what!r}: {type(error).__name__}: {error}") from error
@@ -182,7 +182,9 @@ class TransferQueue:
                 data = self._fetch(partition, [key], [field])
                 if data is None or field not in set(data.keys()):
                     return missing(partition, key, name, {})
-        return QueueError(f"TransferQueue returned {partition!r} rows {list(keys)[:3]} incompletely, and whole when asked again")
+        return QueueError(
+            f"TransferQueue returned {partition!r} rows {list(keys)[:3]} incompletely, and whole when asked again"
+        )
 
 
 def _texts(values: list[str]) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from dataflow.batch import Batch, Unit
+from dataflow.batch import Batch, address, prompt_key, row_key
 from dataflow.errors import DataflowError, Drop, QueueError, RowError, WorkerBroken
 from dataflow.events import Acknowledged, Admitted, Claim, ClaimedUnit, Dropped, Failed, Prompt, Published
 from dataflow.journal import JournalWriter
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, tuple[float, float]]
 Report = Admitted | Acknowledged | Failed | Dropped | Published
-IDENTITY = ("uid", "session", "turn", "is_baseline")
 
 
 class Stop(Exception):
@@ -56,11 +55,6 @@ class Control(Protocol):
 
     async def heartbeat(self, worker: str) -> None:
         """Renew the worker's leases."""
-
-
-def address(key: str, delivery: int) -> str:
-    """Where delivery `delivery` of a row is written. A late writer reaches only an address that nobody reads."""
-    return key if delivery == 0 else f"{key}~{delivery}"
 
 
 @dataclass(frozen=True)
@@ -151,8 +145,16 @@ class Worker:
         except (QueueError, WorkerBroken):
             raise  # the system failed, not a row: the worker ends loudly
         except Exception as error:
-            await self._report([self._failure(claim, unit, error) for unit in claim.units] or [self._window_failure(claim, error)])
-        log.debug("claim done stage=%s window=%s units=%d seconds=%.3f", claim.stage, claim.window, len(claim.units), time.monotonic() - started)
+            await self._report(
+                [self._failure(claim, unit, error) for unit in claim.units] or [self._window_failure(claim, error)]
+            )
+        log.debug(
+            "claim done stage=%s window=%s units=%d seconds=%.3f",
+            claim.stage,
+            claim.window,
+            len(claim.units),
+            time.monotonic() - started,
+        )
 
     async def _transform(self, claim: Claim) -> None:
         batch = await self._fetch(claim)
@@ -245,18 +247,21 @@ class Worker:
         batch = Batch({}, (), (), claim.window, claim.window_index)
         columns = await self._process(batch, claim.deadline_s)
         count = len(columns["uid"])
-        prompts, keys, kept = [], [], []
+        prompts: list[Prompt] = []
+        keys: list[str] = []
+        kept: list[int] = []
         for row in range(count):
             uid, sample = columns["uid"][row], bool(columns["__do_sample__"][row])
             dropped = next((v.reason for v in (values[row] for values in columns.values()) if isinstance(v, Drop)), "")
             prompts.append(Prompt(uid, int(columns["__rollout_n__"][row]), not sample, dropped))
             if not dropped:
                 kept.append(row)
-                keys.append(address(f"{claim.window}/{uid}" + ("" if sample else "#greedy"), claim.delivery))
+                keys.append(prompt_key(claim.window, uid, is_baseline=not sample))
         if kept:
             arrays = self._cast({name: [values[row] for row in kept] for name, values in columns.items()}, keys)
-            await asyncio.to_thread(self._queue.put, claim.window, keys, arrays)
-            self._journal.rows(claim.window, keys, keys, arrays)
+            places = [address(key, claim.delivery) for key in keys]
+            await asyncio.to_thread(self._queue.put, claim.window, places, arrays)
+            self._journal.rows(claim.window, keys, places, arrays)
         admitted = Admitted(self.name, claim.id, claim.window_index, claim.delivery, tuple(prompts), 0.0)
         await self._control.report([admitted], batch.metrics, claim.window)
 
@@ -293,7 +298,9 @@ class Worker:
             claim.oldest_loaded,
         )
 
-    def _get(self, claim: Claim, producer: str, names: list[str], owners: list[ClaimedUnit], turns: list[int]) -> dict[str, pa.Array]:
+    def _get(
+        self, claim: Claim, producer: str, names: list[str], owners: list[ClaimedUnit], turns: list[int]
+    ) -> dict[str, pa.Array]:
         prompts = self._pipeline.stages[producer].granularity == "source"
         keys = [
             address(unit.unit.prompt_key if prompts else row_key(unit.unit, turn), unit.accepted[producer])
@@ -309,14 +316,18 @@ class Worker:
 
     # ---- writing ------------------------------------------------------------------------------------
 
-    def _split(self, claim: Claim, batch: Batch, columns: Any, units: Sequence[ClaimedUnit] | None = None) -> list[_Result]:
+    def _split(
+        self, claim: Claim, batch: Batch, columns: Any, units: Sequence[ClaimedUnit] | None = None
+    ) -> list[_Result]:
         """Cut a batch's columns into units, and check names and lengths."""
         if not isinstance(columns, Mapping):
             raise TypeError(f"stage {self.stage.name!r} returned {type(columns).__name__}; expected a dict of columns")
         self._check_names(columns)
         for name, values in columns.items():
             if len(values) != len(batch):
-                raise ValueError(f"stage {self.stage.name!r} returned {len(values)} values of column {name!r} for {len(batch)} rows")
+                raise ValueError(
+                    f"stage {self.stage.name!r} returned {len(values)} values of column {name!r} for {len(batch)} rows"
+                )
         by_id = {unit.unit.id: unit for unit in (claim.units if units is None else units)}
         results = []
         for unit, rows in batch.sessions():
@@ -351,7 +362,9 @@ class Worker:
                     reports.append(self._failure(claim, unit, error))
         if good:
             await asyncio.to_thread(self._put, claim, good)
-            reports += [Acknowledged(self.name, claim.id, unit.unit.id, unit.delivery, count, 0.0) for unit, _, count in good]
+            reports += [
+                Acknowledged(self.name, claim.id, unit.unit.id, unit.delivery, count, 0.0) for unit, _, count in good
+            ]
         if batch.published is not None:
             reports.insert(0, Published(batch.published, 0.0))
             batch.published = None
@@ -363,7 +376,9 @@ class Worker:
         self._check_names(columns)
         counts = {len(values) for values in columns.values()}
         if len(counts) > 1 or (not self.stage.expands and counts and counts != {unit.rows}):
-            raise ValueError(f"unit {unit.unit.id!r}: columns of lengths {sorted(counts)}, expected {unit.rows or 'equal lengths'}")
+            raise ValueError(
+                f"unit {unit.unit.id!r}: columns of lengths {sorted(counts)}, expected {unit.rows or 'equal lengths'}"
+            )
         count = counts.pop() if counts else unit.rows
         keys = [row_key(unit.unit, turn) for turn in range(count)]
         return self._cast(columns, keys), count
@@ -374,7 +389,9 @@ class Worker:
     def _put(self, claim: Claim, good: Sequence[tuple[ClaimedUnit, dict[str, Any], int]]) -> None:
         keys = [row_key(unit.unit, turn) for unit, _, count in good for turn in range(count)]
         places = [address(row_key(unit.unit, turn), unit.delivery) for unit, _, count in good for turn in range(count)]
-        arrays = {column.name: pa.concat_arrays([parts[column.name] for _, parts, _ in good]) for column in self.stage.writes}
+        arrays = {
+            column.name: pa.concat_arrays([parts[column.name] for _, parts, _ in good]) for column in self.stage.writes
+        }
         if arrays and places:
             self._queue.put(claim.window, places, arrays)
             self._journal.rows(claim.window, keys, places, arrays)
@@ -384,7 +401,9 @@ class Worker:
     def _failure(self, claim: Claim, unit: ClaimedUnit, error: Exception) -> Failed:
         # A unit of a group cannot be tried again alone: its estimate would be of another group.
         value = isinstance(error, RowError)
-        retry = error.retry and self.stage.granularity not in ("group", "window") if isinstance(error, RowError) else True
+        retry = (
+            error.retry and self.stage.granularity not in ("group", "window") if isinstance(error, RowError) else True
+        )
         return Failed(self.name, claim.id, unit.unit.id, unit.delivery, _describe(error, short=value), retry, 0.0)
 
     def _window_failure(self, claim: Claim, error: Exception) -> Failed:
@@ -396,11 +415,6 @@ class Worker:
             if isinstance(report, Failed):
                 log.warning("unit failed stage=%s unit=%s error=%s", self.stage.name, report.unit, report.error)
         await self._control.report(reports, {}, "")
-
-
-def row_key(unit: Unit, turn: int) -> str:
-    """Queue key of one trajectory row, before its address."""
-    return f"{unit.id}/{turn}"
 
 
 def _describe(error: Exception, *, short: bool = False) -> str:

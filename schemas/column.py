@@ -51,9 +51,7 @@ class Column:
     def field(self) -> pa.Field:
         """The Arrow field, with doc, unit, shape and producer as metadata."""
         notes = {"doc": self.doc, "unit": self.unit, "shape": self.shape, "producer": self.producer}
-        return pa.field(
-            self.name, self.type, nullable=self.nullable, metadata={k: v for k, v in notes.items() if v}
-        )
+        return pa.field(self.name, self.type, nullable=self.nullable, metadata={k: v for k, v in notes.items() if v})
 
     def cast(self, values: Sequence[Any] | pa.Array, keys: Sequence[str] | None = None) -> pa.Array:
         """Check and convert one value per row.
@@ -96,16 +94,12 @@ class Column:
                     self._array([value])
                 except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
                     raise ColumnError(self._message(row, keys, _show(value), str(error))) from cause
-            raise ColumnError(
-                f"column {self.name!r}: expected {self.type}, got {_show(values)}: {cause}"
-            ) from cause
+            raise ColumnError(f"column {self.name!r}: expected {self.type}, got {_show(values)}: {cause}") from cause
 
     def _array(self, values: list[Any]) -> pa.Array:
         if self.is_tokens:
             return self._tokens(values)
-        if pa.types.is_boolean(self.type) and any(
-            value is not None and type(value) is not bool for value in values
-        ):
+        if pa.types.is_boolean(self.type) and any(value is not None and type(value) is not bool for value in values):
             raise TypeError("only True and False are booleans")
         if pa.types.is_floating(self.type):
             if any(isinstance(value, str | bool) for value in values):
@@ -119,9 +113,7 @@ class Column:
             if any(isinstance(value, float) and not value.is_integer() for value in values):
                 raise TypeError("the value has a fraction or is not finite")
             return pa.array([None if v is None else int(v) for v in values], self.type)
-        if pa.types.is_string(self.type) and any(
-            value is not None and not isinstance(value, str) for value in values
-        ):
+        if pa.types.is_string(self.type) and any(value is not None and not isinstance(value, str) for value in values):
             raise TypeError("only text is text")
         return pa.array(values, self.type)
 
@@ -157,8 +149,8 @@ class Column:
 
 
 def _is_tokens(type_: pa.DataType) -> bool:
-    return pa.types.is_list(type_) and (
-        pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type)
+    return bool(
+        pa.types.is_list(type_) and (pa.types.is_integer(type_.value_type) or pa.types.is_floating(type_.value_type))
     )
 
 
@@ -194,9 +186,6 @@ def to_values(array: pa.Array) -> list[Any]:
         if array.null_count == 0:
             return [flat[start:stop] for start, stop in pairwise(offsets)]
         valid = array.is_valid().to_pylist()
-        return [
-            flat[start:stop] if ok else None
-            for (start, stop), ok in zip(pairwise(offsets), valid, strict=True)
-        ]
+        return [flat[start:stop] if ok else None for (start, stop), ok in zip(pairwise(offsets), valid, strict=True)]
     values: list[Any] = array.to_pylist()
     return values

@@ -16,9 +16,7 @@ class PromptValueError(ValueError):
     """Raised when a value does not fit. The message says what was expected, what came and the remedy."""
 
     def __init__(self, expected: str, got: object, remedy: str) -> None:
-        super().__init__(
-            f"expected {expected}, got {got if isinstance(got, _Words) else show(got)}. {remedy}"
-        )
+        super().__init__(f"expected {expected}, got {got if isinstance(got, _Words) else show(got)}. {remedy}")
 
 
 class _Words(str):
@@ -51,9 +49,7 @@ def prompt_value(value: object) -> str | list[dict[str, Any]]:
         raise PromptValueError(wanted, _Words("an empty list"), "Fill it in, or drop the row.")
     messages = [_message(turn, message) for turn, message in enumerate(value)]
     if not any(message["content"].strip() for message in messages):
-        raise PromptValueError(
-            wanted, _Words("messages whose content is empty"), "Fill it in, or drop the row."
-        )
+        raise PromptValueError(wanted, _Words("messages whose content is empty"), "Fill it in, or drop the row.")
     return messages
 
 
@@ -63,9 +59,7 @@ def _message(turn: int, message: object) -> dict[str, Any]:
     for key in ("role", "content"):
         text = message.get(key)
         if not isinstance(text, str) or (key == "role" and not text):
-            raise PromptValueError(
-                f"text as {key} of message {turn}", text, f"Write the {key}, or drop the message."
-            )
+            raise PromptValueError(f"text as {key} of message {turn}", text, f"Write the {key}, or drop the message.")
     checked: dict[str, Any] = plain(message)
     return checked
 
@@ -105,9 +99,7 @@ def id_text(value: object) -> str | None:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT_FLOAT:
         value = int(value)  # an integer column that met a null in pandas
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise PromptValueError(
-            "text or an integer", value, "Correct the id, or leave it null to have one generated."
-        )
+        raise PromptValueError("text or an integer", value, "Correct the id, or leave it null to have one generated.")
     return str(plain(str(value)))
 
 
@@ -156,9 +148,7 @@ def plain(value: Any) -> Any:
         return value.isoformat()
     if isinstance(value, decimal.Decimal):
         return str(value)
-    raise PromptValueError(
-        "text, numbers, lists or dicts", value, "Convert the column, or drop it from the file."
-    )
+    raise PromptValueError("text, numbers, lists or dicts", value, "Convert the column, or drop it from the file.")
 
 
 def json_text(value: object) -> str:

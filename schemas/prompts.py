@@ -126,9 +126,7 @@ def read_prompts(
     return _Reader(paths, columns, require_ground_truth).records()
 
 
-def check_prompts(
-    paths: Sequence[str | Path], columns: PromptColumns, *, require_ground_truth: bool
-) -> PromptSummary:
+def check_prompts(paths: Sequence[str | Path], columns: PromptColumns, *, require_ground_truth: bool) -> PromptSummary:
     """Read everything once, keep nothing but the ids, and say what is there.
 
     Args:
@@ -145,9 +143,7 @@ def check_prompts(
 
 
 class _Reader:
-    def __init__(
-        self, paths: Sequence[str | Path], columns: PromptColumns, require_ground_truth: bool
-    ) -> None:
+    def __init__(self, paths: Sequence[str | Path], columns: PromptColumns, require_ground_truth: bool) -> None:
         self.paths = [Path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
         self.found: dict[str, None] = {}
         self._columns = columns
@@ -173,9 +169,7 @@ class _Reader:
                 yield self._record(path, label, row, values)
                 row_count += 1
             if row_count == self._starts[-1]:
-                raise PromptFileError(
-                    f"{path}: expected at least one row, got none. Remove it from data.train."
-                )
+                raise PromptFileError(f"{path}: expected at least one row, got none. Remove it from data.train.")
         self._check_renamed()
 
     def _parquet(self, path: Path) -> Iterator[dict[str, Any]]:
@@ -184,9 +178,7 @@ class _Reader:
                 names = list(file.schema_arrow.names)
                 twice = sorted({name for name in names if names.count(name) > 1})
                 if twice:
-                    raise PromptFileError(
-                        f"{path}: column {twice[0]!r} is there more than once. Rename one of them."
-                    )
+                    raise PromptFileError(f"{path}: column {twice[0]!r} is there more than once. Rename one of them.")
                 self._admit(path, names)
                 self._check_present(path, names)
                 for batch in file.iter_batches(_BATCH_ROWS):
@@ -257,9 +249,7 @@ class _Reader:
             key = columns.ground_truth
             ground_truth = ground_truth_text(values.get(key))
             if ground_truth is None and "ground_truth" in self._required:
-                raise PromptValueError(
-                    "a right answer", None, "Fill it in, or drop the row: the reward needs it."
-                )
+                raise PromptValueError("a right answer", None, "Fill it in, or drop the row: the reward needs it.")
             key = columns.prompt_id
             prompt_id = id_text(values.get(key))
             key = columns.data_source
@@ -310,9 +300,7 @@ def _check_paths(paths: Sequence[Path]) -> None:
             what = "a folder" if path.is_dir() else "nothing of that name"
             raise PromptFileError(f"{path}: expected a file, got {what}. Correct the path in data.train.")
         if path.resolve() in seen:
-            raise PromptFileError(
-                f"{path}: expected each file once, got it twice. Remove one from data.train."
-            )
+            raise PromptFileError(f"{path}: expected each file once, got it twice. Remove one from data.train.")
         seen.add(path.resolve())
 
 

@@ -56,6 +56,8 @@ class BaselineJoin(Stage):
         baselines: list[Any] = []
         sources: list[Any] = []
         for session, verdict in zip(sampled, verdicts, strict=True):
+            value: float | Drop
+            source: str | Drop
             if isinstance(verdict, Baseline):
                 value, source = verdict.value, verdict.source
                 batch.report({"baseline/mean": verdict.value}, 1)

@@ -108,12 +108,14 @@ class Learner:
 
     def __init__(self, config: LearnerConfig, weights: WeightsDirectory) -> None:
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()
         torch.set_num_threads(config.threads)
         self.config = config
         self.version = 0
-        self.model = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
-        self.model.to(config.device).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+        self.model = self.model.to(config.device).eval()
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
         )
@@ -210,7 +212,12 @@ class Learner:
                 **cfg.loss_options,
             )
             loss = aggregate(
-                token_loss, micro.mask, cfg.aggregation, tokens=tokens, sequences=len(rows), horizon=cfg.horizon
+                token_loss,
+                micro.mask,
+                cfg.aggregation,
+                tokens=tokens,
+                sequences=len(rows),
+                horizon=cfg.horizon,
             )
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
@@ -257,7 +264,9 @@ class Learner:
         mask, engine, advantages = (torch.zeros(len(rows), length) for _ in range(3))
         for index, row in enumerate(rows):
             prompt, count = len(row.prompt_ids), len(row.response_ids)
-            ids[index, : prompt + count] = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64))
+            ids[index, : prompt + count] = torch.from_numpy(
+                np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
+            )
             attention[index, : prompt + count] = 1
             targets[index, :count] = torch.from_numpy(row.response_ids.astype(np.int64))
             # The logits at a token predict the next one.
@@ -312,5 +321,3 @@ def _merged(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float
         else:
             merged[name] = sum(value * tokens for value, tokens in of) / sum(tokens for _, tokens in of)
     return merged
-
-

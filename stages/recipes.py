@@ -165,8 +165,8 @@ class RLConfig(RunConfig):
             )
         if self.rollout.n < needs.min_group:
             raise ValueError(
-                f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n is "
-                f"{self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+                f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n "
+                f"is {self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
             )
         return self
 
@@ -199,7 +199,9 @@ def build(config: RLConfig) -> Pipeline:
             files, PromptColumns(**config.data.columns), require_ground_truth=config.data.require_ground_truth
         )
     except TypeError as error:
-        raise ConfigError(f"data.columns: {error}; its keys are prompt, ground_truth, prompt_id, data_source") from error
+        raise ConfigError(
+            f"data.columns: {error}; its keys are prompt, ground_truth, prompt_id, data_source"
+        ) from error
     except PromptFileError as error:
         raise ConfigError(str(error)) from error
     resolve_reward(config.reward.function, config.reward.options)
@@ -246,7 +248,11 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             config,
             "rollout",
             "stages.rollout:Rollout",
-            {"workers": rollout.replicas, "deadline_s": rollout.deadline_s, "max_attempts": rollout.max_attempts},
+            {
+                "workers": rollout.replicas,
+                "deadline_s": rollout.deadline_s,
+                "max_attempts": rollout.max_attempts,
+            },
             engine=config.engine,
             model=model,
             dtype=config.model.dtype,
@@ -286,8 +292,14 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
         ),
     ]
     if needs.greedy_baseline:
-        join = {"on_missing": config.baseline.on_missing, "max_version_gap": config.max_staleness}
-        specs.insert(3, _spec(config, "baseline_join", "stages.baseline_join:BaselineJoin", **join))
+        join = _spec(
+            config,
+            "baseline_join",
+            "stages.baseline_join:BaselineJoin",
+            on_missing=config.baseline.on_missing,
+            max_version_gap=config.max_staleness,
+        )
+        specs.insert(3, join)
     return specs
 
 

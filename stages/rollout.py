@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -122,7 +122,7 @@ class Rollout(Stage):
         await self._engine.start()
         self._updating = asyncio.Lock()
 
-    async def process(self, batch: Batch) -> AsyncIterator[tuple[Unit, Outcome]]:  # type: ignore[override]
+    async def process(self, batch: Batch) -> AsyncIterator[tuple[Unit, Outcome]]:
         """Yield each session as it finishes."""
         await self._load_newest(batch)
         tasks = {
@@ -194,7 +194,7 @@ class Rollout(Stage):
         await self._engine.close()
 
 
-def _report(batch: Batch, unit: Unit, row: Mapping[str, list[Any]]) -> None:
+def _report(batch: Batch, unit: Unit, row: Mapping[str, Sequence[Any]]) -> None:
     length = len(row["response_ids"][0])
     batch.report({"rollout/tokens_per_row": length}, 1)
     if not unit.is_baseline:

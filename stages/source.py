@@ -136,8 +136,8 @@ class Source(Stage):
             return ids[:limit]
         if self.config.overlong == "error":
             raise ConfigError(
-                f"data: prompt {row} (id {record.prompt_id!r}) has {len(ids)} tokens, data.max_prompt_tokens is {limit}; "
-                "raise it, or set data.overlong to drop, cut_left or cut_right"
+                f"data: prompt {row} (id {record.prompt_id!r}) has {len(ids)} tokens, data.max_prompt_tokens is "
+                f"{limit}; raise it, or set data.overlong to drop, cut_left or cut_right"
             )
         log.warning("prompt dropped row=%d id=%s tokens=%d limit=%d", row, record.prompt_id, len(ids), limit)
         return Drop(TOO_LONG)
