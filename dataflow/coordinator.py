@@ -202,6 +202,8 @@ class Coordinator:
         return self._effects
 
     def _worker_joined(self, event: WorkerJoined) -> None:
+        if event.worker in self._workers:
+            self._worker_died(WorkerDied(event.worker, "it was started again", event.now))
         self._workers[event.worker] = _Worker(event.worker, event.stage, event.now)
 
     def _worker_died(self, event: WorkerDied) -> None:
@@ -225,6 +227,8 @@ class Coordinator:
                             f"killed its worker {cell.deaths} times, the last time alone ({event.reason})",
                         )
         self._release_worker(worker)
+        for window in list(self._open.values()):  # a buried unit may have been the last
+            self._close_if_done(window)
 
     def _claim_wanted(self, event: ClaimWanted) -> None:
         worker = self._workers.get(event.worker)
@@ -343,11 +347,11 @@ class Coordinator:
         cell = self._find(worker.stage, event.unit) if worker is not None else None
         # A write of an earlier delivery is as good as the current one, if it is the first to arrive. A failure of
         # an earlier delivery says nothing about the current one.
-        current = cell is not None and cell.claim == event.claim and cell.state == LEASED
+        current = cell is not None and lease is not None and cell in lease.cells
         early = isinstance(event, Acknowledged) and cell is not None and event.delivery <= cell.delivery
         if cell is not None and lease is not None and cell in lease.cells:
             lease.cells.remove(cell)
-            if not lease.cells and not isinstance(event, Failed):
+            if not lease.cells and (cell.ended or not isinstance(event, Failed)):
                 self._release(lease)
         if cell is None or cell.ended or not (current or early):
             self.ledger.late += 1

@@ -243,8 +243,8 @@ class Pipeline:
             for name in stage.reads:
                 if name.startswith("__"):
                     raise ConfigError(
-                        f"stage {stage.name!r} reads {name!r}; columns that begin with '__' steer the pipeline and never "
-                        "reach a stage (a unit knows whether it is a baseline)"
+                        f"stage {stage.name!r} reads {name!r}; columns that begin with '__' steer the pipeline and "
+                        "never reach a stage (a unit knows whether it is a baseline)"
                     )
                 if name not in producers:
                     raise ConfigError(self._nobody_writes(stage, name, producers))

@@ -87,3 +87,20 @@ def catalogued(name: str) -> Column | None:
 def is_reserved(name: str) -> bool:
     """Whether a user's column may not have this name: it begins with ``__`` or is catalogued."""
     return name.startswith("__") or name in _BY_NAME
+
+
+def catalog_markdown() -> str:
+    """The catalogue as a Markdown page; `docs/columns.md` is this text."""
+    lines = [
+        "# Columns",
+        "",
+        "Made from `schemas/catalog.py` by `scripts/columns`.",
+        "",
+        "| column | type | shape | unit | null | producer | meaning |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for item in CATALOG:
+        null = "yes" if item.nullable else ""
+        cells = (f"`{item.name}`", f"`{item.type}`", item.shape, item.unit, null, item.producer, item.doc)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
