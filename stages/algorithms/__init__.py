@@ -1,0 +1,1 @@
+"""The pure functions of RL: tensors in, tensors out. Importing this package imports no torch."""
