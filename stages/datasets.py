@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from stages.models.cache import models_root
+from stages.models.tiny import RECIPE, tiny_prompts
+
+ARITHMETIC_PROMPTS = 512
+_ARITHMETIC = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
+_SEED = 42
 
 
 def prompts_path(name: str) -> Path:
-    """Path of a prompt file: a built-in data set by name, made if it is not there, else the path itself."""
-    maker = BUILTIN.get(name)
-    if maker is None:
+    """Path of a prompt file: a built-in data set by name, written now if it is not there, else the path itself."""
+    if name not in BUILTIN:
         return Path(name).expanduser()
-    path = models_root().parent / "data" / maker.file
+    file, prompts = BUILTIN[name]
+    path = models_root().parent / "data" / file
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        maker.write(path)
+        temporary = path.with_suffix(".tmp")
+        lines = (json.dumps(prompt, ensure_ascii=False) + "\n" for prompt in prompts())
+        temporary.write_text("".join(lines), encoding="utf-8")
+        temporary.rename(path)
     return path
 
 
-class _Maker:
-    def __init__(self, file: str, write: Callable[[Path], None]) -> None:
-        self.file = file
-        self.write = write
+def arithmetic_prompts() -> Iterable[Mapping[str, Any]]:
+    """Sums and differences of one-digit numbers from reasoning-gym's own generator, as messages.
+
+    `extra` of each row carries what reasoning-gym's own scorer needs: `dataset` and `entry`.
+    """
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset("chain_sum", size=ARITHMETIC_PROMPTS, seed=_SEED, **_ARITHMETIC)
+    for number, entry in enumerate(dataset):
+        yield {
+            "prompt_id": f"chain_sum-{number}",
+            "prompt": [{"role": "user", "content": entry["question"]}],
+            "ground_truth": entry["answer"],
+            "data_source": "reasoning_gym/chain_sum",
+            "dataset": "chain_sum",
+            "entry": json.dumps(entry),
+        }
 
 
-BUILTIN: dict[str, _Maker] = {}
+BUILTIN: dict[str, tuple[str, Callable[[], Iterable[Mapping[str, Any]]]]] = {
+    "tiny": (f"tiny-{RECIPE}.jsonl", tiny_prompts),
+    "arithmetic": ("arithmetic-1.jsonl", arithmetic_prompts),
+}
+"""Name -> file name, with a version that is raised when the content changes, and what makes it."""

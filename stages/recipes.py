@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -225,7 +224,7 @@ def _prompt_files(config: RLConfig) -> list[str]:
 
 
 def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
-    model = str(resolve_model(config.model.path))
+    model = resolve_model(config.model.path)
     needs = ESTIMATORS[config.estimator]
     data, rollout = config.data, config.rollout
     specs = [
@@ -314,13 +313,12 @@ def prepare(config: RLConfig, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: If it could not be made.
     """
-    name = config.model.path
-    if name not in MODELS or (Path(str(resolve_model(name))) / "config.json").is_file():
+    model = MODELS.get(config.model.path)
+    if model is None or model.is_made:
         return
-    say(f"making the model {name!r} (once; it is kept in {resolve_model(name)})")
-    made = subprocess.run([sys.executable, "-m", MODELS[name]], check=False)
-    if made.returncode:
-        raise ConfigError(f"model.path: the built-in model {name!r} could not be made; its maker's output is above")
+    say(f"making the model {config.model.path!r} (once; it is kept in {model.directory()})")
+    if subprocess.run([sys.executable, "-m", model.maker], check=False).returncode:
+        raise ConfigError(f"model.path: the model {config.model.path!r} could not be made; the reason is above")
 
 
 rl = Recipe(RLConfig, build, prepare)

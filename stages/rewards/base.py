@@ -78,9 +78,7 @@ def score(function: RewardFunction, response: str, ground_truth: object, /, **co
         return _error(f"{type(error).__name__}: {error}")
 
 
-def score_rows(
-    function: RewardFunction, rows: Sequence[Mapping[str, Any]], *, threads: int = 1
-) -> list[Scored]:
+def score_rows(function: RewardFunction, rows: Sequence[Mapping[str, Any]], *, threads: int = 1) -> list[Scored]:
     """Grade many rows, each exactly once; the result is in the order of the rows, whatever finishes first.
 
     Args:

@@ -83,9 +83,7 @@ class Child:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._gone()
-            environment = os.environ | {
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)
-            }
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
             )

@@ -26,9 +26,7 @@ _ALONE = re.compile(
     rf"(?P<sign>[+-]?)\s?{_CURRENCY}(?P<inner>[+-]?)(?P<number>{_NUMBER})\s?%?\.?(?:\s+(?!(?:and|or|to|not|plus|minus)\b)[^\W\d]+){{0,3}}\.?"
 )
 # A number inside text: its sign is a minus only where it cannot be a difference or a range.
-_INSIDE = re.compile(
-    rf"(?:(?<![\w.)\]}}$%])(?P<sign>[+-]))?(?:[$€£¥](?P<inner>-?))?(?<![\w.])(?P<number>{_NUMBER})"
-)
+_INSIDE = re.compile(rf"(?:(?<![\w.)\]}}$%])(?P<sign>[+-]))?(?:[$€£¥](?P<inner>-?))?(?<![\w.])(?P<number>{_NUMBER})")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _MARKER = re.compile(r"####([^\n]*)")
 _SENTENCE = re.compile(

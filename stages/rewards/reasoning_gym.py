@@ -65,9 +65,7 @@ def _scorer(dataset: str) -> Callable[[str, dict[str, Any]], float]:
             warnings.simplefilter("ignore", SyntaxWarning)  # its dependency cellpylib has some
             import reasoning_gym
     except ModuleNotFoundError as cause:
-        raise ModuleNotFoundError(
-            "the reward reasoning_gym needs the package reasoning-gym: install it"
-        ) from cause
+        raise ModuleNotFoundError("the reward reasoning_gym needs the package reasoning-gym: install it") from cause
     scorer: Callable[[str, dict[str, Any]], float] = reasoning_gym.get_score_answer_fn(dataset)
     return scorer
 

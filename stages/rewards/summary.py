@@ -43,16 +43,12 @@ def summarise(scored: Sequence[Scored]) -> RewardSummary:
     """Summarise scored rows; rows without a reward are counted, never averaged as 0."""
     rewards = [row.reward for row in scored if row.reward is not None]
     fields = info_columns([row.info for row in scored])
-    numbers = {
-        name: [float(v) for v in values if isinstance(v, int | float)] for name, values in fields.items()
-    }
+    numbers = {name: [float(v) for v in values if isinstance(v, int | float)] for name, values in fields.items()}
     return RewardSummary(
         rows=len(scored),
         mean_reward=sum(rewards) / len(rewards) if rewards else None,
         statuses=dict(Counter(row.status for row in scored)),
-        reasons=dict(
-            Counter(row.info["reason"] for row in scored if isinstance(row.info.get("reason"), str))
-        ),
+        reasons=dict(Counter(row.info["reason"] for row in scored if isinstance(row.info.get("reason"), str))),
         means={name: sum(values) / len(values) for name, values in sorted(numbers.items()) if values},
     )
 

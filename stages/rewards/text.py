@@ -6,9 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 
-def graded_ids(
-    response_ids: Sequence[int], end_ids: Collection[int], drop_ids: Collection[int] = ()
-) -> list[int]:
+def graded_ids(response_ids: Sequence[int], end_ids: Collection[int], drop_ids: Collection[int] = ()) -> list[int]:
     """Cut a response at its end token and remove what the scorer should not see.
 
     Everything from the first end token on goes, for the policy ended there. Decode the result with special
