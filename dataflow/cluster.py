@@ -17,7 +17,7 @@ from typing import Any
 
 from dataflow.config import RunConfig
 from dataflow.console import Console
-from dataflow.errors import RunError
+from dataflow.errors import ConfigError, RunError
 from dataflow.events import Claim
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
@@ -248,6 +248,8 @@ class _Cluster:
                 try:
                     ray.get(ref)
                 except ray.exceptions.RayError as error:
+                    if isinstance(cause := getattr(error, "cause", None), ConfigError):
+                        raise cause from None
                     raise RunError(f"{name} did not come up: {_cause(error)}") from error
                 self.console.phase_done(f"{name} is up", time.monotonic() - began)
             if waiting and time.monotonic() > deadline:

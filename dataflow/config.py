@@ -159,7 +159,7 @@ def load_config(path: Path | None, overrides: Sequence[str], default: Path) -> t
 
 
 def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
@@ -169,12 +169,14 @@ def _merge(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
         if "=" not in text or text.startswith("="):
             raise ConfigError(f"argument {text!r}: expected key=value, such as rollout.n=8")
     try:
-        merged = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)))
+        loaded = OmegaConf.load(path)
+        if not isinstance(loaded, DictConfig):
+            raise ConfigError(f"{path}: expected a mapping of sections, got a list")
+        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
         data = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, YAMLError) as error:
+    except (OmegaConfBaseException, YAMLError, OSError) as error:  # OSError: omegaconf's word for a bare value
         raise ConfigError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of sections, got {type(data).__name__}")
+    assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
 
 
@@ -183,6 +185,8 @@ def _explain(error: ValidationError, model: type[BaseModel], where: str) -> str:
     for item in error.errors():
         key = _dotted(item["loc"])
         if item["type"] == "extra_forbidden":
+            if isinstance(item["input"], dict) and item["input"]:
+                key += "." + next(iter(item["input"]))
             lines.append(f"unknown key {key!r}; {_nearest(key, model)}")
         elif item["type"] == "value_error":
             lines.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -107,6 +107,7 @@ class Pipeline:
         max_staleness: A window is admitted when at most this many earlier windows are not yet trained on.
         max_rows: Credit limit on rows of open windows; None is no limit.
         max_bytes: Credit limit on bytes of open windows; None is no limit.
+        placement: Stage -> process name, in place of what the stage declares.
     """
 
     specs: tuple[StageSpec, ...]
@@ -116,6 +117,7 @@ class Pipeline:
     max_staleness: int = 0
     max_rows: int | None = None
     max_bytes: int | None = None
+    placement: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def stages(self) -> dict[str, Stage]:
@@ -138,7 +140,7 @@ class Pipeline:
         for name, stage in self.stages.items():
             for number in range(stage.workers):
                 worker = f"{name}-{number}"
-                processes.setdefault(stage.placement or worker, []).append((worker, name))
+                processes.setdefault(self.placement.get(name) or stage.placement or worker, []).append((worker, name))
         return processes
 
     @cached_property
@@ -157,7 +159,7 @@ class Pipeline:
         kinds: dict[str, frozenset[str]] = {}
         plans = {}
         for name, stage in self.stages.items():
-            depends = tuple(dict.fromkeys(self.producers[column] for column in stage.reads))
+            depends = _after(stage, self.stages.values(), self.producers)
             scope = KINDS
             for producer in depends:
                 scope &= kinds[producer]
@@ -194,6 +196,9 @@ class Pipeline:
             raise ConfigError("a pipeline needs exactly one stage of granularity 'source'")
         if sum(plan.expands for plan in plans.values()) != 1:
             raise ConfigError("a pipeline needs exactly one stage that expands prompts into sessions (rollout)")
+        for name in self.placement:
+            if name not in plans:
+                raise ConfigError(f"placement.{name}: there is no stage {name!r}; the stages are: {', '.join(plans)}")
         self._check_credits()
 
     def _check_credits(self) -> None:
@@ -212,7 +217,7 @@ class Pipeline:
 
     def _sorted(self, by_name: dict[str, Stage]) -> dict[str, Stage]:
         producers = self._producers(by_name)
-        waiting = {name: {producers[column] for column in stage.reads} for name, stage in by_name.items()}
+        waiting = {name: set(_after(stage, by_name.values(), producers)) for name, stage in by_name.items()}
         ordered: dict[str, Stage] = {}
         while waiting:
             free = [name for name, needs in waiting.items() if needs <= set(ordered)]
@@ -271,6 +276,16 @@ class Pipeline:
             lines.append(f"      reads  {_names(stage.reads)}")
             lines.append(f"      writes {_names([column.name for column in stage.writes])}")
         return "\n".join(lines)
+
+
+def _after(stage: Stage, stages: Iterable[Stage], producers: Mapping[str, str]) -> tuple[str, ...]:
+    """The stages that a stage comes after: those it reads from, and, for its rows, the one that makes them."""
+    names = [producers[column] for column in stage.reads]
+    if stage.expands:
+        names += [other.name for other in stages if other.granularity == "source"]
+    elif stage.granularity != "source":
+        names += [other.name for other in stages if other.expands]
+    return tuple(dict.fromkeys(names))
 
 
 def _owner(column: str) -> str:

@@ -43,7 +43,7 @@ class StageContext:
 class StageConfig(BaseModel):
     """Base of a stage's own typed options: frozen, and no unknown key."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Stage:

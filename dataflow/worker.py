@@ -7,7 +7,6 @@ The worker knows neither Ray nor TransferQueue. It talks to a coordinator throug
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import logging
 import time
@@ -108,12 +107,14 @@ class Worker:
         """Work until the coordinator says stop. `setup` must have run."""
         await self._control.joined(self.name, self.stage.name)
         beats = asyncio.create_task(self._beat())
+        loops = [asyncio.create_task(self._loop()) for _ in range(self.stage.concurrency)]
         try:
-            await asyncio.gather(*(self._loop() for _ in range(self.stage.concurrency)))
+            await asyncio.gather(*loops)
         finally:
-            beats.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await beats
+            for task in (beats, *loops):
+                task.cancel()
+            # Before `close`: what a closed stage raises for the other claims says nothing about their units.
+            await asyncio.gather(beats, *loops, return_exceptions=True)
             await _maybe_await(self.stage.close)
             self._journal.close()
 
@@ -173,6 +174,7 @@ class Worker:
     async def _one_by_one(self, claim: Claim, batch: Batch, error: Exception) -> list[_Result]:
         """Run a batch that raised again unit by unit (group by group), so that only the culprit fails."""
         parts = list(self._parts(claim, batch))
+        batch.metrics = {}  # what the attempt reported before it raised does not count
         if len(parts) == 1:
             return [_Result(unit, error) for unit in claim.units]
         results = []
@@ -180,8 +182,14 @@ class Worker:
             part = batch.select(rows)
             try:
                 results += self._split(claim, part, await self._process(part, claim.deadline_s), units)
+            except WorkerBroken:
+                raise
             except Exception as culprit:
                 results += [_Result(unit, culprit) for unit in units]
+                continue
+            for name, (total, weight) in part.metrics.items():
+                old = batch.metrics.get(name, (0.0, 0.0))
+                batch.metrics[name] = (old[0] + total, old[1] + weight)
         return results
 
     def _parts(self, claim: Claim, batch: Batch) -> Iterable[tuple[list[ClaimedUnit], slice]]:
@@ -200,10 +208,13 @@ class Worker:
         yield from pieces
 
     async def _process(self, batch: Batch, deadline_s: float) -> Any:
-        call = _maybe_await(self.stage.process, batch)
+        limit = asyncio.timeout(deadline_s)
         try:
-            return await asyncio.wait_for(call, deadline_s)
+            async with limit:
+                return await _maybe_await(self.stage.process, batch)
         except TimeoutError:
+            if not limit.expired():
+                raise  # the stage's own
             raise TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {deadline_s:g} s") from None
 
     async def _stream(self, claim: Claim) -> None:
@@ -212,13 +223,18 @@ class Worker:
         by_id = {unit.unit.id: unit for unit in claim.units}
         waiting: asyncio.Queue[_Result | None] = asyncio.Queue()
         writer = asyncio.create_task(self._write_as_it_comes(claim, batch, waiting))
+        limit = asyncio.timeout(claim.deadline_s)
         try:
-            async with asyncio.timeout(claim.deadline_s):
+            async with limit:
                 async for unit, outcome in self.stage.process(batch):  # type: ignore[union-attr]
                     waiting.put_nowait(_Result(by_id.pop(unit.id), outcome))
             error: Exception = RowError("the stage ended without a result for this unit")
-        except TimeoutError:
-            error = TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {claim.deadline_s:g} s")
+        except TimeoutError as raised:
+            error = raised
+            if limit.expired():
+                error = TimeoutError(
+                    f"stage {self.stage.name!r} took longer than its deadline of {claim.deadline_s:g} s"
+                )
         except Exception as raised:
             error = raised
         if not isinstance(error, WorkerBroken):
@@ -333,6 +349,8 @@ class Worker:
         for unit, rows in batch.sessions():
             part = {name: list(values[rows]) for name, values in columns.items()}
             marks = [value for values in part.values() for value in values if isinstance(value, RowError | Drop)]
+            if self.stage.granularity == "group" and not marks:
+                self._checked(by_id[unit.id], part)  # a bad value fails the whole group: its rest is another group
             results.append(_Result(by_id[unit.id], marks[0] if marks else part))
         return results
 
@@ -380,6 +398,8 @@ class Worker:
                 f"unit {unit.unit.id!r}: columns of lengths {sorted(counts)}, expected {unit.rows or 'equal lengths'}"
             )
         count = counts.pop() if counts else unit.rows
+        if not count:
+            raise ValueError(f"unit {unit.unit.id!r}: no rows; stage {self.stage.name!r} must give it at least one")
         keys = [row_key(unit.unit, turn) for turn in range(count)]
         return self._cast(columns, keys), count
 
@@ -429,7 +449,14 @@ async def _maybe_await(function: Callable[..., Any], *args: Any) -> Any:
     """Call a plain function in a thread, so that the process's other workers go on; await a coroutine function."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
-    result = await asyncio.to_thread(function, *args)
+    result = await asyncio.to_thread(_call, function, *args)
     if isinstance(result, Awaitable):
         return await result
     return result
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except StopIteration as error:  # cannot pass through a future: whoever waits for it would wait for ever
+        raise RuntimeError(f"StopIteration: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ def arithmetic_prompts() -> Iterable[Mapping[str, Any]]:
 
     `extra` of each row carries what reasoning-gym's own scorer needs: `dataset` and `entry`.
     """
-    import reasoning_gym
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # its dependency cellpylib has some
+        import reasoning_gym
 
     dataset = reasoning_gym.create_dataset("chain_sum", size=ARITHMETIC_PROMPTS, seed=_SEED, **_ARITHMETIC)
     for number, entry in enumerate(dataset):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dataflow.stage import import_object
@@ -22,48 +21,10 @@ from dataflow.weights import WeightsDirectory, WeightsRef
 from stages.algorithms.catalog import LOSSES
 from stages.algorithms.losses import aggregate, mismatch
 from stages.engines.fingerprint import fingerprint
+from stages.training import LearnerConfig
 
 PROBE_TOKENS = 24
 METRIC_NAMES = ("mean_abs", "max_abs", "k3")
-
-
-class LearnerConfig(BaseModel):
-    """How the policy is trained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: str
-    """Directory of the initial model."""
-    dtype: str = "float32"
-    """Type of the weights: float32 or bfloat16."""
-    device: str = "cpu"
-    """cpu or cuda."""
-    loss: str = "ppo_clip"
-    """Name of a policy loss in `stages.algorithms.catalog`."""
-    loss_options: dict[str, float] = {}
-    """Keyword arguments of the loss, such as clip_low."""
-    aggregation: str = "token-mean"
-    """How token losses become one number."""
-    horizon: int = 64
-    """Longest possible response in tokens; the divisor of seq-mean-token-sum-norm."""
-    temperature: float = 1.0
-    """Temperature of the sampled rows; the learner divides its logits by the same."""
-    lr: float = Field(1e-6, gt=0)
-    """Learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Momentum terms of AdamW."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of AdamW."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest norm of the gradient."""
-    mini_batches: int = Field(1, ge=1)
-    """Optimiser steps per pass over an update's rows; groups are kept whole."""
-    epochs: int = Field(1, ge=1)
-    """Passes over an update's rows."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Most tokens, padding included, in one forward pass; decides memory, not results."""
-    threads: int = Field(1, ge=1)
-    """CPU threads; results are the same bit for bit with one."""
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ from dataflow.config import Recipe, RunConfig, Section
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
-from stages.algorithms.catalog import AGGREGATIONS, ESTIMATORS, LOSSES
+from stages.algorithms.catalog import ESTIMATORS
 from stages.datasets import prompts_path
 from stages.models import MODELS, resolve_model
+from stages.names import known
 from stages.rewards import resolve as resolve_reward
 from stages.source import windows_per_epoch
+from stages.training import TrainingConfig
 
 TOKEN_BYTES = 4 + 1 + 4 + 4 + 4  # response id, mask, log-probability, advantage, return
 ROW_BYTES = 2048  # keys, texts and scalars of one row, generously
@@ -100,29 +102,9 @@ class BaselineSection(Section):
     """What happens to sessions whose baseline is missing: leave them out by name, or stop the run."""
 
 
-class UpdateSection(Section):
+class UpdateSection(TrainingConfig, Section):
     """Training."""
 
-    loss: str = "ppo_clip"
-    """Policy loss: `ppo_clip` or `policy_gradient`."""
-    loss_options: dict[str, float] = {}
-    """Options of the loss: clip_low, clip_high, dual_clip."""
-    aggregation: str = "token-mean"
-    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, seq-mean-token-mean, -norm."""
-    lr: float = Field(1e-6, gt=0)
-    """Learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Momentum terms of AdamW."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Weight decay of AdamW."""
-    grad_clip: float = Field(1.0, gt=0)
-    """Largest norm of the gradient."""
-    mini_batches: int = Field(1, ge=1)
-    """Optimiser steps per pass over a window."""
-    epochs: int = Field(1, ge=1)
-    """Passes over a window."""
-    micro_batch_tokens: int = Field(8192, ge=1)
-    """Most tokens in one forward pass, padding included; decides memory, not results."""
     deadline_s: float = Field(3600.0, gt=0)
     """Longest time of one update, in seconds."""
 
@@ -150,12 +132,10 @@ class RLConfig(RunConfig):
     @field_validator("estimator")
     @classmethod
     def _known_estimator(cls, value: str) -> str:
-        return _known(value, ESTIMATORS, "estimators")
+        return known(value, ESTIMATORS, "estimators")
 
     @model_validator(mode="after")
     def _consistent(self) -> RLConfig:
-        _known(self.update.loss, LOSSES, "losses", "update.loss: ")
-        _known(self.update.aggregation, AGGREGATIONS, "aggregations", "update.aggregation: ")
         needs = ESTIMATORS[self.estimator]
         if needs.greedy_baseline and self.baseline.greedy is False:
             raise ValueError(
@@ -174,16 +154,6 @@ class RLConfig(RunConfig):
         """Whether each prompt gets a greedy session."""
         chosen = self.baseline.greedy
         return ESTIMATORS[self.estimator].greedy_baseline if chosen is None else chosen
-
-
-def _known(value: str, table: dict[str, Any], what: str, where: str = "") -> str:
-    if value not in table:
-        import difflib
-
-        near = difflib.get_close_matches(value, table, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{where}unknown name {value!r}; {hint}the {what} are: {', '.join(table)}")
-    return value
 
 
 def build(config: RLConfig) -> Pipeline:
@@ -215,6 +185,7 @@ def build(config: RLConfig) -> Pipeline:
         max_staleness=config.max_staleness,
         max_rows=config.limits.max_rows,
         max_bytes=config.limits.max_bytes,
+        placement=config.placement,
     )
 
 
@@ -229,7 +200,6 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
     data, rollout = config.data, config.rollout
     specs = [
         _spec(
-            config,
             "source",
             "stages.source:Source",
             files=files,
@@ -244,7 +214,6 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             overlong=data.overlong,
         ),
         _spec(
-            config,
             "rollout",
             "stages.rollout:Rollout",
             {
@@ -266,16 +235,14 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             probe_bound=rollout.probe_bound,
         ),
         _spec(
-            config,
             "reward",
             "stages.reward:Reward",
             function=config.reward.function,
             options=config.reward.options,
             semantics=config.reward.semantics,
         ),
-        _spec(config, "advantage", "stages.advantage:Advantage", estimator=config.estimator),
+        _spec("advantage", "stages.advantage:Advantage", estimator=config.estimator),
         _spec(
-            config,
             "update",
             "stages.update:Update",
             {"deadline_s": config.update.deadline_s},
@@ -292,7 +259,6 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
     ]
     if needs.greedy_baseline:
         join = _spec(
-            config,
             "baseline_join",
             "stages.baseline_join:BaselineJoin",
             on_missing=config.baseline.on_missing,
@@ -302,9 +268,8 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
     return specs
 
 
-def _spec(config: RLConfig, name: str, use: str, settings: dict[str, Any] | None = None, **options: Any) -> StageSpec:
-    placed = {"placement": config.placement[name]} if name in config.placement else {}
-    return StageSpec(use, options, {**(settings or {}), **placed}, name)
+def _spec(name: str, use: str, settings: dict[str, Any] | None = None, **options: Any) -> StageSpec:
+    return StageSpec(use, options, settings or {}, name)
 
 
 def prepare(config: RLConfig, say: Callable[[str], None]) -> None:

@@ -13,13 +13,14 @@ from dataflow.batch import Batch
 from dataflow.stage import Stage, StageConfig, StageContext
 from dataflow.weights import WeightsDirectory
 from schemas.catalog import columns
+from stages.training import LearnerConfig
 
 
 class UpdateConfig(StageConfig):
     """Options of the update."""
 
-    learner: dict[str, Any]
-    """The learner's configuration; see `stages.learner.LearnerConfig`."""
+    learner: LearnerConfig
+    """What is trained, and how."""
     save_model: bool = True
     """Write the trained model to RUN/model at the end."""
 
@@ -47,17 +48,17 @@ class Update(Stage):
 
     def __init__(self, config: UpdateConfig) -> None:
         super().__init__(config)
-        if config.learner.get("device", "cpu") != "cpu":
+        if config.learner.device != "cpu":
             self.num_gpus = 1
 
     def setup(self, context: StageContext) -> None:
         """Load the model and make the weight files' directory."""
-        from stages.learner import Learner, LearnerConfig
+        from stages.learner import Learner
 
         self._run_dir = Path(context.run_dir)
         self._weights = WeightsDirectory(context.run_id)
         self._weights.create()
-        self._learner = Learner(LearnerConfig.model_validate(self.config.learner), self._weights)
+        self._learner = Learner(self.config.learner, self._weights)
 
     def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Train on the window's rows, publish the new version, and drop files that no engine needs."""

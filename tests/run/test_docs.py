@@ -1,0 +1,144 @@
+"""The documents say what is true: examples run, generated pages are fresh, every key is explained and used."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataflow.config import known_keys, load_config
+from dataflow.run import _default_config
+from dataflow.testing import run_stage
+from schemas.catalog import CATALOG, catalog_markdown
+from stages.recipes import RLConfig, rl
+from tests.run.conftest import COUNT_STAGE
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str) -> list[str]:
+    """The Python examples of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_readmes_stage_is_the_one_that_the_runs_use() -> None:
+    assert COUNT_STAGE.split() == blocks("README.md")[0].split()
+
+
+def test_the_examples_of_write_a_stage_run() -> None:
+    space: dict[str, Any] = {}
+    for example in blocks("docs/write_a_stage.md"):
+        exec(example, space)
+    space["test_words_are_counted"]()
+    stage = space["StartsWith"](space["PrefixConfig"](prefix="Answer:"))
+    rows = run_stage(stage, [{"response_text": "Answer: 3"}, {"response_text": "3"}])
+    assert [row["starts_well"] for row in rows] == [True, False]
+
+
+def test_the_page_of_columns_is_fresh() -> None:
+    assert (ROOT / "docs" / "columns.md").read_text(encoding="utf-8") == catalog_markdown()
+
+
+def test_every_column_says_what_it_is_and_who_writes_it() -> None:
+    assert all(column.doc and column.producer for column in CATALOG)
+    assert len({column.name for column in CATALOG}) == len(CATALOG)
+
+
+def test_every_relative_link_of_the_documents_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_key_is_explained() -> None:
+    assert [key for key, meaning in known_keys(RLConfig).items() if not meaning] == []
+
+
+# What each key of the recipe is set to, to see that it changes what is built.
+OTHER_VALUES = {
+    "estimator": "rloo",
+    "engine": "hf",
+    "windows": "7",
+    "epochs": "3",
+    "max_staleness": "2",
+    "data.train": "arithmetic",
+    "data.columns": "{data_source: data_source}",
+    "data.require_ground_truth": "false",
+    "data.prompts_per_window": "5",
+    "data.max_prompt_tokens": "11",
+    "data.overlong": "error",
+    "data.shuffle": "false",
+    "model.path": "smollm2",
+    "model.dtype": "bfloat16",
+    "model.device": "cuda",
+    "rollout.n": "3",
+    "rollout.temperature": "0.5",
+    "rollout.top_p": "0.5",
+    "rollout.top_k": "5",
+    "rollout.max_tokens": "5",
+    "rollout.max_sequences": "5",
+    "rollout.kv_cache_mib": "5",
+    "rollout.replicas": "2",
+    "rollout.deadline_s": "5",
+    "rollout.max_attempts": "5",
+    "rollout.probe_bound": "0.5",
+    "reward.function": "numeric_match",
+    "reward.options": "{ignore_case: true}",
+    "reward.semantics": "step",
+    "baseline.greedy": None,  # only one value is consistent with each estimator; see test_config
+    "baseline.on_missing": "fail",
+    "update.loss": "policy_gradient",
+    "update.loss_options": "{clip_low: 0.1}",
+    "update.aggregation": "token-sum",
+    "update.lr": "0.5",
+    "update.betas": "[0.5, 0.5]",
+    "update.weight_decay": "0.5",
+    "update.grad_clip": "0.5",
+    "update.mini_batches": "5",
+    "update.epochs": "5",
+    "update.micro_batch_tokens": "5",
+    "update.threads": "2",
+    "update.deadline_s": "5",
+    "run.save_model": "false",
+    "limits.max_rows": "100000",
+    "limits.max_bytes": "100000000000",
+    "stages": '[{use: "stages.rewards:resolve"}]',
+    "placement": "{reward: alone}",
+}
+# Read by the runtime itself, and changed in effect by the tests of runs and of the coordinator.
+OF_THE_RUNTIME = {
+    "recipe",
+    "run.name",
+    "run.dir",
+    "run.seed",
+    "cluster.address",
+    "cluster.start_timeout_s",
+    "cluster.max_restarts",
+    "queue.storage_units",
+    "queue.timeout_s",
+    "limits.lease_s",
+    "limits.stall_s",
+    "limits.max_empty_windows",
+}
+
+
+def test_C02_every_documented_key_is_known_to_this_test() -> None:
+    assert set(known_keys(RLConfig)) == set(OTHER_VALUES) | OF_THE_RUNTIME
+
+
+@pytest.mark.parametrize("key", [key for key, value in OTHER_VALUES.items() if value is not None])
+def test_C02_every_key_of_the_recipe_changes_the_pipeline(key: str) -> None:
+    default = _default_config()
+    extra = ["windows=null"] if key == "epochs" else []
+    before, _ = load_config(None, extra, default)
+    after, _ = load_config(None, [*extra, f"{key}={OTHER_VALUES[key]}"], default)
+    assert rl.build(before) != rl.build(after)
+
+
+@pytest.mark.parametrize("key", sorted(OF_THE_RUNTIME))
+def test_C02_every_key_of_the_runtime_is_read_somewhere(key: str) -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "dataflow").glob("*.py"))
+    assert re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key}\"", sources)

@@ -1,0 +1,132 @@
+"""Whole runs in one process: real models, the in-memory queue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import dataflow
+from dataflow.run import main
+
+SMALL = ["engine=hf", "--local", "windows=2", "data.prompts_per_window=6", "rollout.n=4", "run.save_model=false"]
+
+
+def run(tmp_path: Path, name: str, *arguments: str) -> dataflow.inspect.RunView:
+    code = main([*SMALL, f"run.dir={tmp_path}", f"run.name={name}", *arguments])
+    assert code == 0
+    return dataflow.connect(tmp_path / name)
+
+
+@pytest.mark.parametrize("estimator", ["remax", "grpo", "dr_grpo", "rloo", "reinforce"])
+def test_every_estimator_runs_the_same_config(tmp_path: Path, estimator: str) -> None:
+    view = run(tmp_path, estimator, f"estimator={estimator}")
+    ledger = view.ledger()
+    assert ledger["balanced"]
+    greedy = {"baseline used as baseline": 12} if estimator == "remax" else {}
+    assert ledger["settled"] == {"sampled trained": 48, **greedy}
+
+
+def test_two_runs_give_the_same_rewards_advantages_and_weights(tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    views = [run(tmp_path, name, "run.save_model=true") for name in ("one", "two")]
+    tables = [view.table("train/000001", ["response_ids", "reward", "advantages"]).drop(["unit"]) for view in views]
+    assert tables[0].equals(tables[1])
+    weights = [load_file(view.path / "model" / "model.safetensors") for view in views]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_a_users_jsonl_and_custom_stage_run_in_the_same_graph(tmp_path: Path, prompts: Path, count_stage: Path) -> None:
+    view = run(tmp_path, "mine", f"data.train={prompts}", f'stages=[{{use: "{count_stage}:count_words"}}]')
+    table = view.table("train/000000", ["response_text", "response_words", "extra", "ground_truth"])
+    assert table["response_words"].to_pylist() == [len(text.split()) for text in table["response_text"].to_pylist()]
+    assert json.loads(table["extra"][0].as_py()) == {"topic": "sums"}
+    assert isinstance(json.loads(table["ground_truth"][0].as_py()), int)
+
+
+def test_a_users_parquet_is_trained_on(tmp_path: Path, prompts: Path) -> None:
+    rows = [json.loads(line) for line in prompts.read_text().splitlines()]
+    pq.write_table(dataflow.inspect.pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    view = run(tmp_path, "parquet", f"data.train={tmp_path / 'mine.parquet'}")
+    assert view.ledger()["created"] == {"sampled": 48, "baseline": 12}
+
+
+def test_greedy_rows_are_recorded_as_greedy_and_never_trained_on(tmp_path: Path) -> None:
+    table = run(tmp_path, "greedy").table("train/000000")
+    greedy = table.filter(table["is_baseline"])
+    assert greedy.num_rows == 6
+    for sampling in greedy["sampling"].to_pylist():
+        recorded = json.loads(sampling)
+        assert (recorded["temperature"], recorded["top_p"], recorded["top_k"], recorded["n"]) == (0.0, 1.0, -1, 1)
+    assert greedy["trained_version"].null_count == 6
+    sampled = table.filter(pc.invert(table["is_baseline"]))
+    assert set(sampled["baseline_source"].to_pylist()) == {"greedy"}
+    assert sampled["trained_version"].null_count == 0
+
+
+def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def reward(response, ground_truth, *, prompt):\n"
+        "    if prompt.startswith('1'):\n"
+        "        raise ValueError('cannot grade ' + prompt)\n"
+        "    return float(response == ground_truth)\n"
+    )
+    view = run(tmp_path, "raises", f"reward.function={reward}:reward", "windows=3", "data.prompts_per_window=8")
+    settled = view.ledger()["settled"]
+    assert settled["sampled dropped: missing baseline: greedy reward is not ok"] > 0
+    assert settled["sampled trained"] > 0
+    assert view.ledger()["balanced"]
+    bad = view.table("train/000000", ["reward", "reward_status", "reward_info"])
+    bad = bad.filter(pc.equal(bad["reward_status"], "error"))
+    assert bad["reward"].null_count == bad.num_rows
+    assert all("cannot grade 1" in json.loads(info)["error"] for info in bad["reward_info"].to_pylist())
+
+
+def test_O03_a_prompt_that_is_too_long_is_dropped_by_name(tmp_path: Path, prompts: Path) -> None:
+    with prompts.open("a") as file:
+        file.write(json.dumps({"prompt": "1+1+1+1+1+1+1+1+1+1=", "ground_truth": 10}) + "\n")
+    view = run(tmp_path, "long", f"data.train={prompts}", "windows=3", "data.prompts_per_window=5")
+    settled = view.ledger()["settled"]
+    assert settled["sampled dropped: prompt too long"] == 4
+    assert settled["baseline dropped: prompt too long"] == 1
+    assert settled["sampled trained"] == 48
+
+
+def test_D01_fewer_prompts_than_a_window_make_one_short_window(tmp_path: Path, prompts: Path) -> None:
+    view = run(tmp_path, "few", f"data.train={prompts}", "windows=null", "data.prompts_per_window=64")
+    assert view.metrics().num_rows == 1
+    assert view.ledger()["settled"]["sampled trained"] == 48
+
+
+def test_a_second_run_of_the_same_name_gets_a_directory_of_its_own(tmp_path: Path) -> None:
+    run(tmp_path, "again", "windows=1")
+    run(tmp_path, "again", "windows=1")
+    assert sorted(path.name for path in tmp_path.glob("again*")) == ["again", "again-2"]
+
+
+def test_nothing_left_to_train_on_ends_the_run_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(response, ground_truth):\n    raise RuntimeError('no grader')\n")
+    code = main([*SMALL, f"run.dir={tmp_path}", f"reward.function={reward}:reward", "windows=5"])
+    assert code == 1
+    error = capsys.readouterr().err
+    assert "windows in a row had nothing to train on" in error
+    assert "missing baseline" in error
+
+
+def test_I01_tables_are_read_inside_a_running_event_loop(tmp_path: Path) -> None:
+    import asyncio
+
+    view = run(tmp_path, "loop", "windows=1")
+
+    async def look() -> int:
+        return int(view.table("train/000000").num_rows)
+
+    assert asyncio.run(look()) == view.table("train/000000").num_rows == 30
