@@ -72,8 +72,8 @@ class _CoordinatorActor:
         """Wait until `start` has finished."""
         await self._ready.wait()
 
-    async def joined(self, worker: str, stage: str) -> None:
-        await self._it.joined(worker, stage)
+    async def joined(self, worker: str, stage: str, process: str) -> None:
+        await self._it.joined(worker, stage, process)
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | bool | None:
         """As `Control.claim`; False in place of raising Stop."""
@@ -120,8 +120,8 @@ class _RemoteControl:
     def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
 
-    async def joined(self, worker: str, stage: str) -> None:
-        await self._coordinator.joined.remote(worker, stage)
+    async def joined(self, worker: str, stage: str, process: str) -> None:
+        await self._coordinator.joined.remote(worker, stage, process)
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | None:
         answer: Claim | bool | None = await self._coordinator.claim.remote(worker, loaded_version)
@@ -142,6 +142,7 @@ class _ProcessActor:
     def __init__(self, boot: Boot, name: str, workers: Sequence[tuple[str, str]], coordinator: Any) -> None:
         _redirect_output(boot.run_dir, name)
         self._boot = boot
+        self._name = name
         self._members = workers
         self._coordinator = coordinator
         self._workers: list[Worker] = []
@@ -156,7 +157,7 @@ class _ProcessActor:
             stage = boot.pipeline.stages[stage_name]
             context = StageContext(boot.run_id, boot.run_dir, name, boot.config.run.seed)
             writer = JournalWriter(journal, stage_name, name)
-            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context))
+            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context, self._name))
         for worker in self._workers:
             await worker.setup()
         await self._coordinator.ready.remote()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,7 +68,7 @@ class Console:
         self._task = self._progress.add_task("starting", total=windows)
         self._started = time.monotonic()
         self._tracker = TensorBoard(run_dir / "tensorboard")
-        self.history: list[WindowRecord] = []
+        self.last: Status | None = None
 
     def __enter__(self) -> Console:
         self._progress.start()
@@ -95,6 +96,7 @@ class Console:
 
     def show(self, status: Status) -> None:
         """Show what is new in a status."""
+        self.last = status
         for record in status.closed:
             self._window(record)
         for alarm in status.alarms:
@@ -114,8 +116,15 @@ class Console:
         if status.idle_s > stall_s and not any(deadline > 0 for *_, deadline in status.leases):
             raise RunError(f"nothing moved for {status.idle_s:.0f} s.\n{waiting_screen(status)}")
 
-    def ledger(self, ledger: Ledger) -> None:
-        """Print what became of every unit."""
+    def close_ledger(self) -> None:
+        """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short."""
+        if self.last is None:
+            return
+        text = json.dumps(ledger_record(self.last.ledger), indent=2) + "\n"
+        (self._run_dir / "ledger.json").write_text(text, encoding="utf-8")
+        self._ledger(self.last.ledger)
+
+    def _ledger(self, ledger: Ledger) -> None:
         self.say(f"ledger ({'balanced' if ledger.balanced else 'NOT BALANCED'})")
         for kind, count in sorted(ledger.created.items()):
             self.say(f"  {kind:<10} created {count}")
@@ -130,7 +139,6 @@ class Console:
             self.say("  exceptions in stages: " + ", ".join(f"{s} {n}" for s, n in sorted(ledger.failures.items())))
 
     def _window(self, record: WindowRecord) -> None:
-        self.history.append(record)
         metrics = dict(record.metrics)
         tokens = metrics.get("rollout/tokens_per_row", 0.0) * record.weights.get("rollout/tokens_per_row", 0.0)
         if tokens:
@@ -184,10 +192,3 @@ def waiting_screen(status: Status) -> str:
 def _busiest(status: Status) -> str:
     stages = [stage for stage, states in status.stages.items() if states.get("leased")]
     return ", ".join(stages) if stages else "waiting"
-
-
-def write_ledger(path: Path, ledger: Ledger) -> None:
-    """Write the ledger as JSON."""
-    import json
-
-    path.write_text(json.dumps(ledger_record(ledger), indent=2) + "\n", encoding="utf-8")

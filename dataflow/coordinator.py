@@ -11,10 +11,24 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from dataflow.batch import Tombstone, Unit, prompt_key
+from dataflow.cells import (
+    DEAD,
+    DONE,
+    LEASED,
+    READY,
+    WAITING,
+    Cell,
+    GroupState,
+    Lease,
+    UnitState,
+    WindowState,
+    WorkerState,
+    by_group,
+    describe,
+)
 from dataflow.events import (
     Acknowledged,
     Admitted,
@@ -41,88 +55,6 @@ from dataflow.events import (
 )
 from dataflow.pipeline import StagePlan
 from dataflow.weights import WeightsRef
-
-WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead"
-
-
-@dataclass(eq=False)
-class _Cell:
-    """One stage's work on one unit (or, for the source, on one window)."""
-
-    stage: str
-    unit: _Unit | None
-    window: _Window
-    missing: int
-    witness: bool = False
-    state: str = WAITING
-    arrived: bool = False
-    delivery: int = -1
-    attempts: int = 0
-    deaths: int = 0
-    accepted: int = -1
-    claim: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.state in (DONE, DEAD)
-
-
-@dataclass(eq=False)
-class _Unit:
-    identity: Unit
-    kind: str
-    group: _Group
-    window: _Window
-    rows: int = 0
-    cells: dict[str, _Cell] = field(default_factory=dict)
-    outcome: str = ""
-    reason: str = ""
-    stage: str = ""
-
-    @property
-    def dead(self) -> bool:
-        return bool(self.outcome)
-
-
-@dataclass(eq=False)
-class _Group:
-    uid: str
-    members: list[_Unit] = field(default_factory=list)
-    baseline: _Unit | None = None
-    pending: dict[str, int] = field(default_factory=dict)
-    parked: dict[str, list[_Cell]] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Window:
-    index: int
-    name: str
-    source: _Cell | None = None
-    units: dict[str, _Unit] = field(default_factory=dict)
-    groups: dict[str, _Group] = field(default_factory=dict)
-    pending: dict[str, int] = field(default_factory=dict)
-    open_cells: int = 0
-    settled: bool = False
-
-
-@dataclass(eq=False)
-class _Worker:
-    name: str
-    stage: str
-    seen: float
-    claims: dict[int, _Lease] = field(default_factory=dict)
-    tickets: list[int] = field(default_factory=list)
-    loaded_version: int = 0
-
-
-@dataclass(eq=False)
-class _Lease:
-    id: int
-    worker: _Worker
-    cells: list[_Cell]
-    deadline: float
-    alone: bool
-    retry: list[_Cell] = field(default_factory=list)
 
 
 class Coordinator:
@@ -167,9 +99,9 @@ class Coordinator:
         self.weights: WeightsRef | None = None
         self.halted = ""
         self.finished = False
-        self._workers: dict[str, _Worker] = {}
-        self._open: dict[int, _Window] = {}
-        self._ready: dict[str, list[tuple[tuple[Any, ...], int, list[_Cell]]]] = {name: [] for name in plans}
+        self._workers: dict[str, WorkerState] = {}
+        self._open: dict[int, WindowState] = {}
+        self._ready: dict[str, list[tuple[tuple[Any, ...], int, list[Cell]]]] = {name: [] for name in plans}
         self._next_window = 0
         self._trained_windows = 0
         self._empty_in_a_row = 0
@@ -193,18 +125,23 @@ class Coordinator:
 
     # ---- events -------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> list[Effect]:
-        """Take one event and return what follows from it, in order."""
+    def handle(self, *events: Event) -> list[Effect]:
+        """Take events that happened together and return what follows from them, in order.
+
+        Claims are granted after the last of them, so that a waiting worker gets all the units they made ready.
+        """
         self._effects = []
-        self._handlers[type(event)](event)
-        if not self.halted:
-            self._grant_waiting(event.now)
+        for event in events:
+            self._handlers[type(event)](event)
+        if events and not self.halted:
+            self._grant_waiting(events[-1].now)
         return self._effects
 
     def _worker_joined(self, event: WorkerJoined) -> None:
         if event.worker in self._workers:
             self._worker_died(WorkerDied(event.worker, "it was started again", event.now))
-        self._workers[event.worker] = _Worker(event.worker, event.stage, event.now)
+        process = event.process or event.worker
+        self._workers[event.worker] = WorkerState(event.worker, event.stage, process, event.now)
 
     def _worker_died(self, event: WorkerDied) -> None:
         worker = self._workers.pop(event.worker, None)
@@ -260,14 +197,14 @@ class Coordinator:
                 self._release_worker(worker)
             for lease in list(worker.claims.values()):
                 if event.now > lease.deadline + self._lease_s:
-                    self._alarm(f"worker {worker.name} overran its deadline; others get {_what(lease.cells)}")
+                    self._alarm(f"worker {worker.name} overran its deadline; others get {describe(lease.cells)}")
                     self._release(lease)
 
-    def _check_owner(self, worker: _Worker, now: float) -> None:
+    def _check_owner(self, worker: WorkerState, now: float) -> None:
         for lease in worker.claims.values():
             if now > lease.deadline:
                 self._halt(
-                    f"stage {worker.stage!r} has worked on {_what(lease.cells)} for longer than its deadline of "
+                    f"stage {worker.stage!r} has worked on {describe(lease.cells)} for longer than its deadline of "
                     f"{self.plans[worker.stage].deadline_s:g} s; raise its deadline_s if it needs more"
                 )
 
@@ -312,7 +249,7 @@ class Coordinator:
         plan = self.plans[cell.stage]
         self.ledger.failures[cell.stage] = self.ledger.failures.get(cell.stage, 0) + 1
         if plan.one_owner:
-            self._halt(f"stage {cell.stage!r} failed on {_what([cell])}: {event.error}")
+            self._halt(f"stage {cell.stage!r} failed on {describe([cell])}: {event.error}")
             return
         cell.attempts += 1
         if cell.unit is not None and cell.unit.dead:
@@ -339,7 +276,7 @@ class Coordinator:
         self._kill_cells(cell.unit)
         self._close_if_done(cell.window)
 
-    def _reported(self, event: Acknowledged | Failed | Dropped) -> _Cell | None:
+    def _reported(self, event: Acknowledged | Failed | Dropped) -> Cell | None:
         """The cell a report is about, or None if the report comes too late to count."""
         worker, lease = self._workers.get(event.worker), self._lease(event.worker, event.claim)
         if worker is not None:
@@ -360,20 +297,20 @@ class Coordinator:
 
     # ---- units --------------------------------------------------------------------------------------
 
-    def _create_units(self, window: _Window, prompt: Any) -> None:
-        group = window.groups.setdefault(prompt.uid, _Group(prompt.uid))
+    def _create_units(self, window: WindowState, prompt: Any) -> None:
+        group = window.groups.setdefault(prompt.uid, GroupState(prompt.uid))
         key = prompt_key(window.name, prompt.uid, is_baseline=prompt.is_baseline)
         kind = "baseline" if prompt.is_baseline else "sampled"
         for session in range(prompt.sessions):
             identity = Unit(f"{key}/{session}", window.name, prompt.uid, session, prompt.is_baseline, key)
-            unit = _Unit(identity, kind, group, window)
+            unit = UnitState(identity, kind, group, window)
             for name, plan in self.plans.items():
                 if plan.granularity == "source":
                     continue
                 # A join needs to know when the greedy unit has come as far as the join itself: a witness cell.
                 witness = plan.granularity == "join" and kind == "baseline"
                 if kind in plan.kinds or witness:
-                    unit.cells[name] = _Cell(name, unit, window, len(plan.depends_on), witness)
+                    unit.cells[name] = Cell(name, unit, window, len(plan.depends_on), witness)
             window.units[identity.id] = unit
             group.members.append(unit)
             if prompt.is_baseline:
@@ -383,14 +320,14 @@ class Coordinator:
             if prompt.dropped:
                 self._settle_unit(unit, f"dropped: {prompt.dropped}", prompt.dropped, self._source)
 
-    def _count_pending(self, units: Iterable[_Unit]) -> dict[str, int]:
+    def _count_pending(self, units: Iterable[UnitState]) -> dict[str, int]:
         pending: dict[str, int] = defaultdict(int)
         for unit in units:
             for name, cell in unit.cells.items():
                 pending[name] += not cell.witness
         return dict(pending)
 
-    def _one_less(self, unit: _Unit, stage: str) -> None:
+    def _one_less(self, unit: UnitState, stage: str) -> None:
         """A stage that `stage` depends on is done for the unit."""
         cell = unit.cells.get(stage)
         if cell is None or cell.ended:
@@ -399,7 +336,7 @@ class Coordinator:
         if cell.missing == 0:
             self._arrive(cell)
 
-    def _arrive(self, cell: _Cell) -> None:
+    def _arrive(self, cell: Cell) -> None:
         """All columns that the cell's stage reads are there."""
         unit = cell.unit
         assert unit is not None
@@ -418,17 +355,17 @@ class Coordinator:
         else:
             self._no_longer_pending(cell)
 
-    def _no_longer_pending(self, cell: _Cell) -> None:
+    def _no_longer_pending(self, cell: Cell) -> None:
         """The cell has its columns or is dead: its group or window may now be complete."""
         granularity = self.plans[cell.stage].granularity
         if granularity not in ("group", "window"):
             return
         assert cell.unit is not None
-        holder: _Group | _Window = cell.unit.group if granularity == "group" else cell.window
+        holder: GroupState | WindowState = cell.unit.group if granularity == "group" else cell.window
         holder.pending[cell.stage] -= 1
         if holder.pending[cell.stage]:
             return
-        units = holder.members if isinstance(holder, _Group) else list(holder.units.values())
+        units = holder.members if isinstance(holder, GroupState) else list(holder.units.values())
         alive = [
             unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended
         ]
@@ -447,7 +384,7 @@ class Coordinator:
         elif granularity == "window" and cell.stage == self._trainer:
             self._window_trained(cell.window, empty=True)
 
-    def _make_ready(self, cells: list[_Cell]) -> None:
+    def _make_ready(self, cells: list[Cell]) -> None:
         for cell in cells:
             cell.state, cell.claim = READY, None
         first = cells[0]
@@ -455,7 +392,7 @@ class Coordinator:
         self._serial += 1
         heapq.heappush(self._ready[first.stage], (order, self._serial, cells))
 
-    def _end(self, cell: _Cell, state: str) -> None:
+    def _end(self, cell: Cell, state: str) -> None:
         """A cell is done or dead: tell its consumers, its group and its window."""
         unit, was_arrived = cell.unit, cell.arrived
         assert unit is not None
@@ -471,12 +408,12 @@ class Coordinator:
         if cell.stage == self._trainer and not cell.window.settled and state == DONE:
             self._window_trained(cell.window, empty=False)
 
-    def _make_each_ready(self, cells: Sequence[_Cell]) -> None:
+    def _make_each_ready(self, cells: Sequence[Cell]) -> None:
         for cell in cells:
             if not cell.ended:
                 self._make_ready([cell])
 
-    def _bury(self, cell: _Cell, error: str) -> None:
+    def _bury(self, cell: Cell, error: str) -> None:
         """The unit failed for good: its remaining work is void, and those who wait for it are told."""
         unit = cell.unit
         assert unit is not None
@@ -484,13 +421,13 @@ class Coordinator:
         self._end(cell, DEAD)
         self._kill_cells(unit)
 
-    def _kill_cells(self, unit: _Unit) -> None:
+    def _kill_cells(self, unit: UnitState) -> None:
         """End the unit's cells that nobody holds; a leased one ends when its worker reports."""
         for cell in unit.cells.values():
             if cell.state in (WAITING, READY):
                 self._end(cell, DEAD)
 
-    def _settle_unit(self, unit: _Unit, outcome: str, reason: str, stage: str) -> None:
+    def _settle_unit(self, unit: UnitState, outcome: str, reason: str, stage: str) -> None:
         if unit.dead:
             return
         unit.outcome, unit.reason, unit.stage = outcome, reason, stage
@@ -509,13 +446,13 @@ class Coordinator:
                 return
             if self._open and self._max_open is not None and len(self._open) >= self._max_open:
                 return
-            window = _Window(index, f"{self._run_id}/train/{index:06d}")
-            window.source = _Cell(self._source, None, window, 0)
+            window = WindowState(index, f"{self._run_id}/train/{index:06d}")
+            window.source = Cell(self._source, None, window, 0)
             self._open[index] = window
             self._next_window += 1
             self._make_ready([window.source])
 
-    def _window_trained(self, window: _Window, *, empty: bool) -> None:
+    def _window_trained(self, window: WindowState, *, empty: bool) -> None:
         window.settled = True
         self._trained_windows += 1
         self._empty_in_a_row = self._empty_in_a_row + 1 if empty else 0
@@ -525,8 +462,9 @@ class Coordinator:
             self._alarm(message)
             if self._empty_in_a_row >= self._max_empty:
                 self._halt(f"{self._empty_in_a_row} windows in a row had nothing to train on; {message}")
+        self._offer_windows()
 
-    def _close_if_done(self, window: _Window) -> None:
+    def _close_if_done(self, window: WindowState) -> None:
         if window.open_cells or window.index not in self._open or window.source is None or window.source.state != DONE:
             return
         if not window.settled and self._trainer is not None:
@@ -546,10 +484,12 @@ class Coordinator:
             self.finished = True
             self._effects.append(Finished())
 
-    def _final_outcome(self, unit: _Unit) -> tuple[str, str]:
+    def _final_outcome(self, unit: UnitState) -> tuple[str, str]:
         if unit.kind == "sampled":
             return ("trained", "") if self._trainer else ("completed", "")
         joins = [name for name, plan in self.plans.items() if plan.granularity == "join"]
+        if not joins:
+            return ("completed", "")
         used = any(
             other.cells[name].state == DONE
             for other in unit.group.members
@@ -560,7 +500,7 @@ class Coordinator:
             ("used as baseline", "") if used else ("dropped: unused baseline", "no sampled unit of its uid was joined")
         )
 
-    def _check_balance(self, window: _Window) -> None:
+    def _check_balance(self, window: WindowState) -> None:
         """Compare the running counts with a recount of the units that are still held."""
         recount: dict[str, int] = defaultdict(int)
         for held in self._open.values():
@@ -588,15 +528,13 @@ class Coordinator:
             while worker.tickets and self._ready[worker.stage] and self._grant(worker, now):
                 pass
 
-    def _grant(self, worker: _Worker, now: float) -> bool:
+    def _grant(self, worker: WorkerState, now: float) -> bool:
         plan = self.plans[worker.stage]
-        if any(lease.alone for lease in worker.claims.values()):
-            return False
-        cells = self._take(worker, plan)
+        cells = self._take(plan, [peer for peer in self._workers.values() if peer.process == worker.process])
         if not cells:
             return False
         self._serial += 1
-        lease = _Lease(self._serial, worker, cells, now + plan.deadline_s, cells[0].deaths >= 2)
+        lease = Lease(self._serial, worker, cells, now + plan.deadline_s, cells[0].deaths >= 2)
         for cell in cells:
             cell.state, cell.claim = LEASED, lease.id
             cell.delivery += 1
@@ -606,10 +544,16 @@ class Coordinator:
         self._effects.append(Grant(worker.name, worker.tickets.pop(0), self._claim(lease, plan)))
         return True
 
-    def _take(self, worker: _Worker, plan: StagePlan) -> list[_Cell]:
-        """Pop ready cells of one window, up to the stage's limit, groups whole."""
+    def _take(self, plan: StagePlan, peers: Sequence[WorkerState]) -> list[Cell]:
+        """Pop ready cells of one window, up to the stage's limit, groups whole.
+
+        What killed its worker twice is taken only while nothing else is held in the process, whose workers are the
+        `peers`; and nothing is taken beside it.
+        """
+        if any(lease.alone for peer in peers for lease in peer.claims.values()):
+            return []
         queue = self._ready[plan.name]
-        taken: list[_Cell] = []
+        taken: list[Cell] = []
         while queue:
             cells = [cell for cell in queue[0][2] if cell.state == READY]
             if not cells:
@@ -618,7 +562,7 @@ class Coordinator:
             alone = cells[0].deaths >= 2
             if taken and (alone or cells[0].window is not taken[0].window or len(taken) + len(cells) > plan.max_units):
                 break
-            if alone and worker.claims:
+            if alone and any(peer.claims for peer in peers):
                 break
             heapq.heappop(queue)
             taken += cells
@@ -626,7 +570,7 @@ class Coordinator:
                 break
         return taken
 
-    def _claim(self, lease: _Lease, plan: StagePlan) -> Claim:
+    def _claim(self, lease: Lease, plan: StagePlan) -> Claim:
         cells = sorted(lease.cells, key=lambda cell: cell.unit.identity.order if cell.unit else ())
         window = cells[0].window
         loaded = [w.loaded_version for w in self._workers.values() if self.plans[w.stage].expands]
@@ -654,17 +598,17 @@ class Coordinator:
             min(loaded, default=0),
         )
 
-    def _claimed(self, unit: _Unit, delivery: int) -> ClaimedUnit:
+    def _claimed(self, unit: UnitState, delivery: int) -> ClaimedUnit:
         accepted = {name: cell.accepted for name, cell in unit.cells.items() if cell.state == DONE and not cell.witness}
         source = unit.window.source
         accepted[self._source] = source.accepted if source else 0
         return ClaimedUnit(unit.identity, unit.rows, delivery, accepted)
 
-    def _release_worker(self, worker: _Worker) -> None:
+    def _release_worker(self, worker: WorkerState) -> None:
         for lease in list(worker.claims.values()):
             self._release(lease)
 
-    def _release(self, lease: _Lease) -> None:
+    def _release(self, lease: Lease) -> None:
         """End a lease: what was not reported, or is to be tried again, becomes ready; groups whole."""
         lease.worker.claims.pop(lease.id, None)
         lost = [cell for cell in lease.cells + lease.retry if cell.claim == lease.id and cell.state == LEASED]
@@ -674,7 +618,7 @@ class Coordinator:
                 self._end(cell, DEAD)
         granularity = self.plans[lease.worker.stage].granularity
         if granularity == "group":
-            jobs = _by_group(alive)
+            jobs = by_group(alive)
         else:
             jobs = [alive] if alive and granularity == "window" else [[cell] for cell in alive]
         for cells in jobs:
@@ -682,7 +626,7 @@ class Coordinator:
         for window in {id(cell.window): cell.window for cell in lost}.values():
             self._close_if_done(window)
 
-    def _lease(self, worker: str, claim: int) -> _Lease | None:
+    def _lease(self, worker: str, claim: int) -> Lease | None:
         held = self._workers.get(worker)
         return held.claims.get(claim) if held else None
 
@@ -691,7 +635,7 @@ class Coordinator:
         if held is not None:
             held.claims.pop(claim, None)
 
-    def _find(self, stage: str, name: str) -> _Cell | None:
+    def _find(self, stage: str, name: str) -> Cell | None:
         """The cell of a stage for a unit, or, for the source, for a window."""
         for window in self._open.values():
             if window.name == name:
@@ -716,23 +660,11 @@ class Coordinator:
     def leases(self) -> list[tuple[str, str, str, float]]:
         """What every worker holds: (worker, stage, description of the units, deadline)."""
         return [
-            (worker.name, worker.stage, _what(lease.cells), lease.deadline)
+            (worker.name, worker.stage, describe(lease.cells), lease.deadline)
             for worker in self._workers.values()
             for lease in worker.claims.values()
         ]
 
 
-def _tombstones(units: Iterable[_Unit]) -> tuple[Tombstone, ...]:
+def _tombstones(units: Iterable[UnitState]) -> tuple[Tombstone, ...]:
     return tuple(Tombstone(unit.identity, unit.stage, unit.outcome, unit.reason) for unit in units if unit.dead)
-
-
-def _by_group(cells: Sequence[_Cell]) -> list[list[_Cell]]:
-    groups: dict[int, list[_Cell]] = defaultdict(list)
-    for cell in cells:
-        groups[id(cell.unit.group) if cell.unit else 0].append(cell)
-    return list(groups.values())
-
-
-def _what(cells: Sequence[_Cell]) -> str:
-    names = [cell.unit.identity.id if cell.unit else cell.window.name for cell in cells]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more units" if len(names) > 3 else "")

@@ -31,11 +31,16 @@ class Prompt:
 
 @dataclass(frozen=True)
 class WorkerJoined:
-    """A worker came up and is ready to claim."""
+    """A worker came up and is ready to claim.
+
+    Attributes:
+        process: Workers of equal process die together; empty for a process of its own.
+    """
 
     worker: str
     stage: str
     now: float
+    process: str = ""
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ class Pipeline:
             scope = KINDS
             for producer in depends:
                 scope &= kinds[producer]
-            if stage.granularity == "join":
+            if stage.granularity in ("join", "group", "window"):
+                # A greedy session is there to be compared with: it is no member of a group, and never trained on.
                 scope &= {"sampled"}
             kinds[name] = scope
             plans[name] = StagePlan(

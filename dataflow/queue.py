@@ -20,6 +20,8 @@ class Queue(Protocol):
     def put(self, partition: str, keys: Sequence[str], columns: Mapping[str, pa.Array]) -> None:
         """Write columns of rows; a row that is not there is made, a value that is there is replaced.
 
+        The columns of one stage are written together; those of several stages add up.
+
         Args:
             partition: Its name; made if it is not there.
             keys: One per row, no duplicates.

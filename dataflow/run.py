@@ -127,7 +127,7 @@ def _print_check(config: RunConfig, pipeline: Pipeline) -> None:
 
 
 def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
-    from dataflow.console import Console, write_ledger
+    from dataflow.console import Console
 
     run_dir = _make_run_dir(config, pipeline)
     run_id = f"{run_dir.name}-{os.getpid()}"
@@ -148,8 +148,8 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
                 status = run_cluster(config, pipeline, run_dir, run_id, console)
         except RunError as error:
             raise RunError(f"{error}\nlogs: {run_dir / 'logs'}") from error
-        write_ledger(run_dir / "ledger.json", status.ledger)
-        console.ledger(status.ledger)
+        finally:
+            console.close_ledger()
         console.say(f"finished in {time.monotonic() - started:.1f} s; results in {run_dir}")
     trained = status.ledger.units("trained") + status.ledger.units("completed")
     if not trained:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dataflow.coordinator import Coordinator
+from dataflow.errors import QueueError
 from dataflow.events import (
     Alarm,
     Claim,
@@ -142,12 +143,12 @@ class CoordinatorService:
 
     # ---- for workers (see `worker.Control`) -----------------------------------------------------------
 
-    async def joined(self, worker: str, stage: str) -> None:
+    async def joined(self, worker: str, stage: str, process: str) -> None:
         """A worker came up."""
         self._progress_at = self._clock()
         if self._closed_at is None:
             self._closed_at = self._clock()
-        self._handle(WorkerJoined(worker, stage, self._clock()))
+        self._handle(WorkerJoined(worker, stage, self._clock(), process))
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | None:
         """Wait for work for at most `CLAIM_WAIT_S`; None if there was none.
@@ -179,10 +180,7 @@ class CoordinatorService:
             old = totals.get(name, (0.0, 0.0))
             totals[name] = (old[0] + total, old[1] + weight)
         self._progress_at = now = self._clock()
-        effects: list[Effect] = []
-        for report in reports:
-            effects += self.coordinator.handle(replace(report, now=now))
-        self._execute(effects)
+        self._execute(self.coordinator.handle(*(replace(report, now=now) for report in reports)))
 
     async def heartbeat(self, worker: str) -> None:
         """A worker is alive."""
@@ -269,8 +267,12 @@ class CoordinatorService:
         task.add_done_callback(self._clearing.discard)
 
     async def _clear_partition(self, window: str) -> None:
-        rows = await _in_thread(self._clear, window)
-        log.debug("partition cleared window=%s rows=%s", window, rows)
+        try:
+            rows = await _in_thread(self._clear, window)
+        except QueueError as error:
+            self._alarms.append(f"window {window} was not cleared from the queue: {error}")
+        else:
+            log.debug("partition cleared window=%s rows=%s", window, rows)
 
     def _release_waiting(self) -> None:
         for future in self._tickets.values():

@@ -56,9 +56,10 @@ class Stage:
         name: Names the stage in errors, metrics and the ledger.
         reads: Columns it needs; a unit is offered when all of them are there.
         writes: Columns it adds to the same rows.
-        granularity: What is offered together. `row`: any units that are ready. `group`: all units of a uid,
-            when each is ready or gone. `join`: a sampled unit when its own columns are there and its uid's
-            greedy unit has finished or is gone. `window`: all units of a window. `source`: a window to fill.
+        granularity: What is offered together. `row`: any units that are ready. `group`: all sampled units of
+            a uid, when each is ready or gone. `join`: a sampled unit when its own columns are there and its uid's
+            greedy unit has finished or is gone. `window`: all sampled units of a
+            window. `source`: a window to fill.
         expands: Whether it makes a session's rows (rollout) rather than adding columns to rows.
         batch_rows: Most units in one claim (a group or a window is never split).
         workers: Copies of the stage.

@@ -39,7 +39,7 @@ class Stop(Exception):
 class Control(Protocol):
     """What a worker needs of the coordinator."""
 
-    async def joined(self, worker: str, stage: str) -> None:
+    async def joined(self, worker: str, stage: str, process: str) -> None:
         """Announce a worker that is ready."""
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | None:
@@ -76,6 +76,7 @@ class Worker:
         queue: Where the rows are.
         journal: Where writes are recorded.
         context: What the stage may know of the run.
+        process: Names the process, which workers may share; default one of its own.
         heartbeat_s: Seconds between heartbeats.
     """
 
@@ -88,6 +89,7 @@ class Worker:
         queue: Queue,
         journal: JournalWriter,
         context: StageContext,
+        process: str = "",
         heartbeat_s: float = 10.0,
     ) -> None:
         self.name = name
@@ -97,6 +99,7 @@ class Worker:
         self._queue = queue
         self._journal = journal
         self._context = context
+        self._process_name = process or name
         self._heartbeat_s = heartbeat_s
 
     async def setup(self) -> None:
@@ -105,7 +108,7 @@ class Worker:
 
     async def run(self) -> None:
         """Work until the coordinator says stop. `setup` must have run."""
-        await self._control.joined(self.name, self.stage.name)
+        await self._control.joined(self.name, self.stage.name, self._process_name)
         beats = asyncio.create_task(self._beat())
         loops = [asyncio.create_task(self._loop()) for _ in range(self.stage.concurrency)]
         try:

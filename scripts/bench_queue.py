@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -87,9 +88,9 @@ def main() -> None:
             values = rows(count)
             for label, queue in (("packed", packed), ("plain", plain)):
                 partition, keys = f"{label}-{count}", [f"k{i}" for i in range(count)]
-                put = milliseconds(lambda: queue.put(partition, keys, values))
-                everything = milliseconds(lambda: queue.get(partition, keys, names))
-                few = milliseconds(lambda: queue.get(partition, keys, small))
+                put = milliseconds(partial(queue.put, partition, keys, values))
+                everything = milliseconds(partial(queue.get, partition, keys, names))
+                few = milliseconds(partial(queue.get, partition, keys, small))
                 print(f"{count:>5} {label:<7} {put:>8.1f} {everything:>8.1f} {few:>12.1f}")
         packed.close()
         plain.close()

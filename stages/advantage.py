@@ -72,7 +72,7 @@ class Advantage(Stage):
         estimate = import_object(self._needs.function, "estimator")
         result = estimate(**{name: inputs[name] for name in self._needs.inputs})
         advantages, returns = result.advantages.numpy(), result.returns.numpy()
-        self._report(batch, parts, advantages, masks)
+        self._report(batch, parts, advantages, masks, valid)
         few = self._too_few(parts, valid)
         return {
             "advantages": self._cut(batch, parts, advantages, few),
@@ -88,16 +88,23 @@ class Advantage(Stage):
             known[unit.uid] = known.get(unit.uid, 0) + ok
         return {uid for uid, count in known.items() if count < self.min_group}
 
-    @staticmethod
-    def _report(batch: Batch, parts: Sequence[tuple[Unit, slice]], advantages: Any, masks: Sequence[Any]) -> None:
+    def _report(
+        self,
+        batch: Batch,
+        parts: Sequence[tuple[Unit, slice]],
+        advantages: Any,
+        masks: Sequence[Any],
+        valid: Sequence[bool],
+    ) -> None:
         moved: dict[str, bool] = {}
-        for (unit, _), row, mask in zip(parts, advantages, masks, strict=True):
+        for (unit, _), row, mask, ok in zip(parts, advantages, masks, valid, strict=True):
             used = row[: len(mask)][mask != 0]
             moved[unit.uid] = moved.get(unit.uid, False) or bool(np.any(used))
-            if len(used):
+            if ok and len(used):
                 batch.report({"advantage/abs_mean": float(np.abs(used).mean())}, 1)
-        for moves in moved.values():
-            batch.report({"advantage/zero_group_share": not moves}, 1)
+        if self.granularity != "row":  # else a uid's sessions may come in several batches
+            for moves in moved.values():
+                batch.report({"advantage/zero_group_share": not moves}, 1)
 
     def _token_rewards(self, batch: Batch, rows: slice) -> np.ndarray[Any, Any]:
         return place_rewards(

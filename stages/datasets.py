@@ -32,7 +32,9 @@ def prompts_path(name: str) -> Path:
 
 
 def arithmetic_prompts() -> Iterable[Mapping[str, Any]]:
-    """Sums and differences of one-digit numbers from reasoning-gym's own generator, as messages.
+    """Sums and differences of one-digit numbers from reasoning-gym's own generator, as messages with one example.
+
+    Without an example a small model writes an essay: greedy accuracy of SmolLM2-135M .39 against .69 (64 prompts).
 
     `extra` of each row carries what reasoning-gym's own scorer needs: `dataset` and `entry`.
     """
@@ -44,7 +46,11 @@ def arithmetic_prompts() -> Iterable[Mapping[str, Any]]:
     for number, entry in enumerate(dataset):
         yield {
             "prompt_id": f"chain_sum-{number}",
-            "prompt": [{"role": "user", "content": entry["question"]}],
+            "prompt": [
+                {"role": "user", "content": "What is 3 + 2?"},
+                {"role": "assistant", "content": "3 + 2 = 5"},
+                {"role": "user", "content": f"What is {entry['metadata']['expression']}?"},
+            ],
             "ground_truth": entry["answer"],
             "data_source": "reasoning_gym/chain_sum",
             "dataset": "chain_sum",
@@ -54,6 +60,6 @@ def arithmetic_prompts() -> Iterable[Mapping[str, Any]]:
 
 BUILTIN: dict[str, tuple[str, Callable[[], Iterable[Mapping[str, Any]]]]] = {
     "tiny": (f"tiny-{RECIPE}.jsonl", tiny_prompts),
-    "arithmetic": ("arithmetic-1.jsonl", arithmetic_prompts),
+    "arithmetic": ("arithmetic-2.jsonl", arithmetic_prompts),
 }
 """Name -> file name, with a version that is raised when the content changes, and what makes it."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stages.models.cache import is_model
-from stages.models.smollm2 import smollm2_directory
-from stages.models.tiny import tiny_directory
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,24 @@ class BuiltinModel:
         return is_model(self.directory())
 
 
+# The makers are imported on use: `python -m` warns of a module that its own package has imported already.
+
+
+def _tiny_directory() -> Path:
+    from stages.models.tiny import tiny_directory
+
+    return tiny_directory()
+
+
+def _smollm2_directory() -> Path:
+    from stages.models.smollm2 import smollm2_directory
+
+    return smollm2_directory()
+
+
 MODELS: dict[str, BuiltinModel] = {
-    "tiny": BuiltinModel(tiny_directory, "stages.models.tiny"),
-    "smollm2": BuiltinModel(smollm2_directory, "stages.models.smollm2"),
+    "tiny": BuiltinModel(_tiny_directory, "stages.models.tiny"),
+    "smollm2": BuiltinModel(_smollm2_directory, "stages.models.smollm2"),
 }
 
 

@@ -649,8 +649,8 @@ class Cut:
         self.reported = asyncio.Event()
         self.last: tuple[Sequence[Report], Metrics, str] = ((), {}, "")
 
-    async def joined(self, worker: str, stage: str) -> None:
-        await self._control.joined(worker, stage)
+    async def joined(self, worker: str, stage: str, process: str) -> None:
+        await self._control.joined(worker, stage, process)
 
     async def claim(self, worker: str, loaded_version: int) -> Claim | None:
         return await self._control.claim(worker, loaded_version)

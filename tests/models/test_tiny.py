@@ -32,7 +32,7 @@ def accuracy(model: Any, tokenizer: Any, *, sample: bool) -> float:
     ids = tokenizer([row["prompt"] for row in prompts], return_tensors="pt")
     options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0} if sample else {"do_sample": False}
     drawn = model.generate(**ids, max_new_tokens=MAX_TOKENS, **options)[:, ids["input_ids"].shape[1] :]
-    answers = tokenizer.batch_decode(drawn, skip_special_tokens=True)
+    answers: list[str] = tokenizer.batch_decode(drawn, skip_special_tokens=True)
     return sum(a == row["ground_truth"] for a, row in zip(answers, prompts, strict=True)) / len(prompts)
 
 

@@ -83,9 +83,7 @@ def test_none_abstains() -> None:
 
 
 def test_a_dict_gives_its_score_and_keeps_the_rest() -> None:
-    assert normalise({"score": np.float64(1), "acc": 1, "pred": "7"}) == Scored(
-        1.0, "ok", {"acc": 1, "pred": "7"}
-    )
+    assert normalise({"score": np.float64(1), "acc": 1, "pred": "7"}) == Scored(1.0, "ok", {"acc": 1, "pred": "7"})
 
 
 def test_an_error_keeps_what_else_the_scorer_said() -> None:
@@ -122,13 +120,7 @@ def test_a_scored_that_is_ok_without_a_reward_abstains() -> None:
     st.dictionaries(
         st.text(),
         st.recursive(
-            st.none()
-            | st.booleans()
-            | st.integers()
-            | st.floats()
-            | st.text()
-            | st.binary()
-            | st.complex_numbers(),
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.complex_numbers(),
             lambda inner: st.lists(inner) | st.dictionaries(st.integers(), inner) | st.sets(st.integers()),
             max_leaves=8,
         ),
@@ -175,10 +167,7 @@ def test_the_first_two_arguments_may_have_any_name() -> None:
 
 
 def test_a_builtin_without_a_signature_is_called_with_the_two_arguments() -> None:
-    assert (
-        score(max, "a", "b", prompt="p").info["error"]
-        == "expected a number, a bool, None or a dict, got str 'b'"
-    )
+    assert score(max, "a", "b", prompt="p").info["error"] == "expected a number, a bool, None or a dict, got str 'b'"
 
 
 def test_an_async_function_is_an_error_and_leaves_no_warning() -> None:

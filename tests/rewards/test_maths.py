@@ -100,9 +100,7 @@ def test_R07_without_a_box_nothing_is_graded_in_strict_mode() -> None:
         ("The answer is 12 or 15.", 0.0),
     ],
 )
-def test_R07_flexible_mode_takes_marked_answers_but_never_the_whole_text(
-    response: str, reward: float
-) -> None:
+def test_R07_flexible_mode_takes_marked_answers_but_never_the_whole_text(response: str, reward: float) -> None:
     assert graded(response, "12", mode="flexible").reward == reward
 
 
@@ -232,9 +230,7 @@ def test_a_forked_process_gets_a_child_of_its_own() -> None:
         "if pid == 0:\n    child.close()\n    os._exit(mine == other)\n"
         "assert os.waitpid(pid, 0)[1] == 0\nassert mine == other\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

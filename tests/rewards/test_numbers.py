@@ -210,9 +210,7 @@ def test_R06_a_box_that_was_cut_off_is_no_answer_even_in_flexible_mode() -> None
 
 
 @given(
-    st.recursive(
-        st.text("ab 1", max_size=3), lambda inner: st.lists(inner.map(lambda t: "{" + t + "}")).map("".join)
-    )
+    st.recursive(st.text("ab 1", max_size=3), lambda inner: st.lists(inner.map(lambda t: "{" + t + "}")).map("".join))
 )
 def test_R06_any_balanced_content_comes_out_whole(content: str) -> None:
     box = last_box(r"x \boxed{1} y \boxed{" + content + "} z }")

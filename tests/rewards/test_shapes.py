@@ -42,9 +42,7 @@ def test_R18_a_negative_factor_is_refused() -> None:
 
 
 @given(st.integers(1, 500).flatmap(lambda m: st.tuples(st.just(m), st.integers(1, m))), st.floats(0, 10))
-def test_R18_the_penalty_never_rises_with_length_and_stays_in_its_bounds(
-    sizes: tuple[int, int], factor: float
-) -> None:
+def test_R18_the_penalty_never_rises_with_length_and_stays_in_its_bounds(sizes: tuple[int, int], factor: float) -> None:
     penalty = SoftOverlongPenalty(*sizes, factor=factor)
     values = [penalty(tokens) for tokens in range(sizes[0] + 3)]
     assert values == sorted(values, reverse=True)
@@ -213,9 +211,7 @@ def test_options_are_bound() -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigError, match="'numeric_match': expected options out of mode, tolerance, got moed"
-    ):
+    with pytest.raises(ConfigError, match="'numeric_match': expected options out of mode, tolerance, got moed"):
         resolve("numeric_match", {"moed": "strict"})
 
 
@@ -247,7 +243,5 @@ def test_naming_a_reward_imports_no_torch_and_no_grader() -> None:
         "heavy = {'torch', 'sympy', 'math_verify', 'reasoning_gym', 'ray'} & set(sys.modules)\n"
         "sys.exit(','.join(heavy) or 0)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -88,9 +88,7 @@ def test_nan_is_a_value_and_none_is_no_value() -> None:
 
 
 def test_none_is_refused_where_the_column_is_not_nullable() -> None:
-    with pytest.raises(
-        ColumnError, match=r"column 'uid', row 'w/a': expected string, got None .*not nullable"
-    ):
+    with pytest.raises(ColumnError, match=r"column 'uid', row 'w/a': expected string, got None .*not nullable"):
         Column("uid", pa.string()).cast(["x", None], keys=["w/b", "w/a"])
 
 
@@ -235,9 +233,7 @@ def test_token_rows_come_back_as_they_went_in(rows: list[list[int] | None]) -> N
 
 
 @given(rows=ROWS, cut=st.integers(0, 8), as_numpy=st.booleans())
-def test_casting_is_the_same_in_parts_and_at_once(
-    rows: list[list[int] | None], cut: int, as_numpy: bool
-) -> None:
+def test_casting_is_the_same_in_parts_and_at_once(rows: list[list[int] | None], cut: int, as_numpy: bool) -> None:
     values = [np.array(row, np.int64) if as_numpy and row is not None else row for row in rows]
     parts = pa.chunked_array([OPTIONAL.cast(values[:cut]), OPTIONAL.cast(values[cut:])])
     assert OPTIONAL.cast(parts).equals(OPTIONAL.cast(rows))

@@ -74,9 +74,7 @@ def test_a_row_becomes_a_record_with_its_other_columns_as_json(tmp_path: Path) -
 
 
 def test_parquet_and_jsonl_of_the_same_rows_give_the_same_records(tmp_path: Path) -> None:
-    rows = [
-        {"prompt": f"q{i}", "ground_truth": str(i), "prompt_id": f"p{i}", "n": 2**60 + i} for i in range(5)
-    ]
+    rows = [{"prompt": f"q{i}", "ground_truth": str(i), "prompt_id": f"p{i}", "n": 2**60 + i} for i in range(5)]
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     assert load(jsonl(tmp_path, *rows)) == load(parquet(tmp_path, columns))
 
@@ -124,9 +122,7 @@ def test_nan_in_another_column_counts_as_absent(tmp_path: Path) -> None:
     rows=st.lists(
         st.tuples(
             st.text(min_size=1).filter(lambda text: text.strip() != ""),
-            st.one_of(
-                st.integers(), st.text(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)
-            ),
+            st.one_of(st.integers(), st.text(), st.booleans(), st.floats(allow_nan=False, allow_infinity=False)),
         ),
         min_size=1,
         max_size=20,
@@ -138,9 +134,7 @@ def test_whatever_jsonl_can_say_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, Any]], line_end: str, bom: bool
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "train.jsonl"
-    lines = [
-        json.dumps({"prompt": prompt, "ground_truth": gold}, ensure_ascii=False) for prompt, gold in rows
-    ]
+    lines = [json.dumps({"prompt": prompt, "ground_truth": gold}, ensure_ascii=False) for prompt, gold in rows]
     path.write_bytes(("\ufeff" * bom + line_end.join(lines)).encode("utf-8"))
     records = load(path, truth=True)
     assert [record.prompt for record in records] == [prompt for prompt, _ in rows]
@@ -152,9 +146,7 @@ def test_whatever_jsonl_can_say_comes_back_as_it_was(
 # D01, fewer rows than the batch
 
 
-@pytest.mark.parametrize(
-    ("rows", "size", "windows"), [(3, 8, (3,)), (10, 4, (4, 4, 2)), (8, 4, (4, 4)), (1, 1, (1,))]
-)
+@pytest.mark.parametrize(("rows", "size", "windows"), [(3, 8, (3,)), (10, 4, (4, 4, 2)), (8, 4, (4, 4)), (1, 1, (1,))])
 def test_D01_every_prompt_falls_into_a_window_and_there_is_at_least_one(
     tmp_path: Path, rows: int, size: int, windows: Sequence[int]
 ) -> None:
@@ -223,9 +215,7 @@ def test_D04_a_ground_truth_keeps_its_type_as_json(value: object, text: str | No
 
 
 def test_D04_parquet_integers_and_lists_keep_their_types(tmp_path: Path) -> None:
-    integers = parquet(
-        tmp_path, {"prompt": ["a"], "ground_truth": pa.array([42], pa.int64())}, "ints.parquet"
-    )
+    integers = parquet(tmp_path, {"prompt": ["a"], "ground_truth": pa.array([42], pa.int64())}, "ints.parquet")
     lists = parquet(tmp_path, {"prompt": ["a"], "ground_truth": [["42", "forty-two"]]}, "lists.parquet")
     assert [record.ground_truth for record in load(integers, lists)] == ["42", '["42", "forty-two"]']
 
@@ -308,9 +298,7 @@ def test_D07_an_id_that_is_neither_text_nor_integer_is_refused(value: object) ->
 def test_D07_files_of_one_stem_generate_ids_that_do_not_depend_on_where_they_lie(tmp_path: Path) -> None:
     def ids(root: Path) -> list[str]:
         names = ["a/train.jsonl", "b/train.jsonl", "b/test.jsonl"]
-        return [
-            record.prompt_id for record in load(*(jsonl(root, {"prompt": "q"}, name=name) for name in names))
-        ]
+        return [record.prompt_id for record in load(*(jsonl(root, {"prompt": "q"}, name=name) for name in names))]
 
     assert ids(tmp_path / "here") == ["a/train.jsonl:0", "b/train.jsonl:0", "test:0"]
     assert ids(tmp_path / "here") == ids(tmp_path / "there" / "deep")
@@ -356,9 +344,7 @@ def test_D08_numpy_arrays_of_messages_are_messages(tmp_path: Path) -> None:
         ([{"role": "user", "content": " "}], "whose content is empty"),
     ],
 )
-def test_D08_a_prompt_that_is_neither_text_nor_messages_is_refused(
-    tmp_path: Path, value: object, got: str
-) -> None:
+def test_D08_a_prompt_that_is_neither_text_nor_messages_is_refused(tmp_path: Path, value: object, got: str) -> None:
     path = jsonl(tmp_path, {"prompt": "fine"}, {"prompt": value})
     says(refusal(path), f"{path}, row 1, column 'prompt': expected", got, "data.columns.prompt")
 
@@ -373,9 +359,7 @@ def test_Q14_ids_with_separators_and_letters_of_any_script_are_kept(tmp_path: Pa
 
 
 @pytest.mark.parametrize("ids", [(7, "7"), ("a", "a"), (7, 7.0)])
-def test_Q14_ids_that_are_equal_as_text_are_refused_with_both_places(
-    tmp_path: Path, ids: tuple[Any, Any]
-) -> None:
+def test_Q14_ids_that_are_equal_as_text_are_refused_with_both_places(tmp_path: Path, ids: tuple[Any, Any]) -> None:
     one = jsonl(tmp_path, {"prompt": "x"}, {"prompt": "a", "prompt_id": ids[0]}, name="one.jsonl")
     two = jsonl(tmp_path, {"prompt": "b", "prompt_id": ids[1]}, name="two.jsonl")
     says(refusal(one, two), f"{two}, row 0", f"{one}, row 1", f"{str(ids[0])!r}", "data.columns.prompt_id")
@@ -384,9 +368,7 @@ def test_Q14_ids_that_are_equal_as_text_are_refused_with_both_places(
 # Reserved names
 
 
-@pytest.mark.parametrize(
-    "name", ["reward", "__do_sample__", "__mine", "extra", "epoch", "uid", "response_ids"]
-)
+@pytest.mark.parametrize("name", ["reward", "__do_sample__", "__mine", "extra", "epoch", "uid", "response_ids"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_reserved_column_is_refused_with_the_remedy(tmp_path: Path, name: str, kind: str) -> None:
     path = (

@@ -1,0 +1,140 @@
+"""What the coordinator remembers: cells, and the units, groups, windows, workers and leases around them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dataflow.batch import Unit
+
+WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead"
+
+
+@dataclass(eq=False)
+class Cell:
+    """One stage's work on one unit (or, for the source, on one window).
+
+    Attributes:
+        missing: How many of the stages before it are not done.
+        witness: Whether it only tells a join how far its group's greedy unit has come; nobody works on it.
+        arrived: Whether all columns that its stage reads have been there.
+        delivery: Number of the newest grant, from 0; -1 before the first.
+        attempts: Failures attributed to the unit.
+        deaths: Workers that died while they held it.
+        accepted: The delivery whose rows are valid; -1 while there is none.
+        claim: The lease that holds it now.
+    """
+
+    stage: str
+    unit: UnitState | None
+    window: WindowState
+    missing: int
+    witness: bool = False
+    state: str = WAITING
+    arrived: bool = False
+    delivery: int = -1
+    attempts: int = 0
+    deaths: int = 0
+    accepted: int = -1
+    claim: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is done or dead."""
+        return self.state in (DONE, DEAD)
+
+
+@dataclass(eq=False)
+class UnitState:
+    """A unit with its cells, and what became of it once that is known."""
+
+    identity: Unit
+    kind: str
+    group: GroupState
+    window: WindowState
+    rows: int = 0
+    cells: dict[str, Cell] = field(default_factory=dict)
+    outcome: str = ""
+    reason: str = ""
+    stage: str = ""
+
+    @property
+    def dead(self) -> bool:
+        """Whether it left early or, at its window's end, was settled."""
+        return bool(self.outcome)
+
+
+@dataclass(eq=False)
+class GroupState:
+    """The units of a uid.
+
+    Attributes:
+        pending: Group stage -> members whose cell still waits.
+        parked: Join stage -> cells that wait for the greedy unit.
+    """
+
+    uid: str
+    members: list[UnitState] = field(default_factory=list)
+    baseline: UnitState | None = None
+    pending: dict[str, int] = field(default_factory=dict)
+    parked: dict[str, list[Cell]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class WindowState:
+    """A window with its units.
+
+    Attributes:
+        pending: Window stage -> units whose cell still waits.
+        open_cells: Cells that have not ended; at 0 the window closes.
+        settled: Whether its training is over, with or without rows.
+    """
+
+    index: int
+    name: str
+    source: Cell | None = None
+    units: dict[str, UnitState] = field(default_factory=dict)
+    groups: dict[str, GroupState] = field(default_factory=dict)
+    pending: dict[str, int] = field(default_factory=dict)
+    open_cells: int = 0
+    settled: bool = False
+
+
+@dataclass(eq=False)
+class WorkerState:
+    """A worker: what it holds, and the tickets it waits on."""
+
+    name: str
+    stage: str
+    process: str
+    seen: float
+    claims: dict[int, Lease] = field(default_factory=dict)
+    tickets: list[int] = field(default_factory=list)
+    loaded_version: int = 0
+
+
+@dataclass(eq=False)
+class Lease:
+    """A claim as the coordinator sees it: the cells not yet reported, and those to be tried again at its end."""
+
+    id: int
+    worker: WorkerState
+    cells: list[Cell]
+    deadline: float
+    alone: bool
+    retry: list[Cell] = field(default_factory=list)
+
+
+def by_group(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Sort cells into the groups of their units."""
+    groups: dict[int, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[id(cell.unit.group) if cell.unit else 0].append(cell)
+    return list(groups.values())
+
+
+def describe(cells: Sequence[Cell]) -> str:
+    """Name the units of cells: the first three, and how many more."""
+    names = [cell.unit.identity.id if cell.unit else cell.window.name for cell in cells]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more units" if len(names) > 3 else "")
