@@ -116,13 +116,19 @@ class Console:
         if status.idle_s > stall_s and not any(deadline > 0 for *_, deadline in status.leases):
             raise RunError(f"nothing moved for {status.idle_s:.0f} s.\n{waiting_screen(status)}")
 
-    def close_ledger(self) -> None:
-        """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short."""
+    def close_ledger(self, irreproducible: str) -> None:
+        """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short.
+
+        Args:
+            irreproducible: Why a second run would not give the same bits whatever happened; empty if it would.
+        """
         if self.last is None:
             return
         text = json.dumps(ledger_record(self.last.ledger), indent=2) + "\n"
         (self._run_dir / "ledger.json").write_text(text, encoding="utf-8")
         self._ledger(self.last.ledger)
+        cause = irreproducible or _disturbance(self.last)
+        self.say(f"reproducible: no ({cause})" if cause else "reproducible: yes")
 
     def _ledger(self, ledger: Ledger) -> None:
         self.say(f"ledger ({'balanced' if ledger.balanced else 'NOT BALANCED'})")
@@ -187,6 +193,14 @@ def waiting_screen(status: Status) -> str:
         left = f"{deadline:.0f} s left" if deadline > 0 else f"{-deadline:.0f} s over its deadline"
         lines.append(f"  worker {worker} (stage {stage}) holds {what}, {left}")
     return "\n".join(lines)
+
+
+def _disturbance(status: Status) -> str:
+    """What made the rows of this run depend on more than its configuration; empty if nothing did."""
+    for (kind, outcome), count in status.ledger.settled.items():
+        if outcome.startswith(("dropped", "failed")):
+            return f"{count} {kind} units {outcome}"
+    return "" if status.finished else "the run did not finish"
 
 
 def _busiest(status: Status) -> str:

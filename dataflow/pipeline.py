@@ -108,6 +108,7 @@ class Pipeline:
         max_rows: Credit limit on rows of open windows; None is no limit.
         max_bytes: Credit limit on bytes of open windows; None is no limit.
         placement: Stage -> process name, in place of what the stage declares.
+        irreproducible: Why a second run would not give the same bits; empty if it would.
     """
 
     specs: tuple[StageSpec, ...]
@@ -118,6 +119,7 @@ class Pipeline:
     max_rows: int | None = None
     max_bytes: int | None = None
     placement: Mapping[str, str] = field(default_factory=dict)
+    irreproducible: str = ""
 
     @cached_property
     def stages(self) -> dict[str, Stage]:

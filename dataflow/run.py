@@ -149,7 +149,7 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
         except RunError as error:
             raise RunError(f"{error}\nlogs: {run_dir / 'logs'}") from error
         finally:
-            console.close_ledger()
+            console.close_ledger(pipeline.irreproducible)
         console.say(f"finished in {time.monotonic() - started:.1f} s; results in {run_dir}")
     trained = status.ledger.units("trained") + status.ledger.units("completed")
     if not trained:
