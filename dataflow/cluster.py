@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STOP_S = 6.0
+ANSWER_S = 25.0
 
 
 @dataclass(frozen=True)
@@ -291,17 +292,26 @@ class _Cluster:
             done, _ = ray.wait(list(self.running), timeout=POLL_S) if self.running else ([], [])
             for ref in done:
                 self._ended(ref)
-            try:
-                status: Status = ray.get(
-                    self.coordinator.status.remote(self.console.windows_shown, self.console.alarms_shown),
-                    timeout=30,
-                )
-            except ray.exceptions.RayError as error:
-                raise RunError(f"the coordinator is gone: {_cause(error)}; the run cannot go on without it") from error
+            shown = (self.console.windows_shown, self.console.alarms_shown)
+            status: Status = self._ask(self.coordinator.status.remote(*shown))
             self.console.show(status)
             self.console.check(status, self.boot.config.limits.stall_s)
             if status.finished:
                 return status
+
+    @staticmethod
+    def _ask(answer: Any) -> Any:
+        """Wait for the coordinator's answer.
+
+        Raises:
+            RunError: If it is gone or does not answer.
+        """
+        import ray
+
+        try:
+            return ray.get(answer, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise RunError(f"the coordinator is gone: {_cause(error)}; the run cannot go on without it") from error
 
     def _ended(self, ref: Any) -> None:
         """A process's `run` or, after a restart, `start` came to an end."""
@@ -325,7 +335,10 @@ class _Cluster:
         workers = [worker for worker, _ in self.members[name]]
         self.restarts[name] = self.restarts.get(name, 0) + 1
         ray.kill(self.processes[name])
-        ray.get(self.coordinator.died.remote(workers, cause), timeout=30)
+        self._ask(self.coordinator.died.remote(workers, cause))
+        owners = [stage for _, stage in self.members[name] if self.boot.pipeline.stages[stage].one_owner]
+        if owners:
+            raise RunError(f"process {name} died ({cause}); stage {owners[0]!r} has one owner and is not started again")
         if self.restarts[name] > self.boot.config.cluster.max_restarts:
             raise RunError(f"process {name} died {self.restarts[name]} times, the last time of: {cause}")
         self.console.say(f"! process {name} died ({cause}); its units are re-dispatched and it is started again")
