@@ -17,12 +17,13 @@ from typing import Any
 
 from dataflow.config import RunConfig
 from dataflow.console import Console
-from dataflow.errors import ConfigError, RunError
+from dataflow.errors import ConfigError, QueueError, RunError
 from dataflow.events import Claim
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
 from dataflow.service import CoordinatorService, Status, coordinator_for
 from dataflow.stage import StageContext
+from dataflow.weights import WeightsDirectory
 from dataflow.worker import Metrics, Report, Stop, Worker
 
 log = logging.getLogger(__name__)
@@ -40,13 +41,14 @@ class Boot:
     pipeline: Pipeline
     run_dir: Path
     run_id: str
+    folder: str
 
 
 class _CoordinatorActor:
     """The coordinator and the owner of the queue, in one process: neither is of use without the other."""
 
     def __init__(self, boot: Boot) -> None:
-        _redirect_output(boot.run_dir, "coordinator")
+        _settle_in(boot, "coordinator")
         self._boot = boot
         self._service: CoordinatorService | None = None
         self._ready = asyncio.Event()
@@ -141,7 +143,7 @@ class _ProcessActor:
     """One process of workers."""
 
     def __init__(self, boot: Boot, name: str, workers: Sequence[tuple[str, str]], coordinator: Any) -> None:
-        _redirect_output(boot.run_dir, name)
+        _settle_in(boot, name)
         self._boot = boot
         self._name = name
         self._members = workers
@@ -153,12 +155,13 @@ class _ProcessActor:
         started = time.monotonic()
         boot, journal = self._boot, self._boot.run_dir / "journal"
         control = _RemoteControl(self._coordinator)
+        beat = boot.config.limits.heartbeat_s
         queue = _LateQueue()
         for name, stage_name in self._members:
             stage = boot.pipeline.stages[stage_name]
             context = StageContext(boot.run_id, boot.run_dir, name, boot.config.run.seed)
             writer = JournalWriter(journal, stage_name, name)
-            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context, self._name))
+            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context, self._name, beat))
         for worker in self._workers:
             await worker.setup()
         await self._coordinator.ready.remote()
@@ -197,17 +200,29 @@ class _LateQueue:
         self._queue: Any = None
 
     def attach(self, boot: Boot) -> None:
+        """Attach to the queue.
+
+        Raises:
+            QueueError: If it is gone.
+        """
+        import ray
+
         from dataflow import tq
 
+        try:
+            ray.get_actor(tq.CONTROLLER, namespace=tq.NAMESPACE)
+        except ValueError as error:
+            raise QueueError(f"the queue is gone: there is no actor {tq.CONTROLLER!r} any more") from error
         self._queue = tq.TransferQueue(boot.pipeline.columns, boot.pipeline.producers, boot.config.queue.timeout_s)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
 
 
-def _redirect_output(run_dir: Path, name: str) -> None:
-    """Send everything the process prints, libraries included, to its log file."""
-    folder = run_dir / "logs"
+def _settle_in(boot: Boot, name: str) -> None:
+    """Work in the driver's folder, and send everything the process prints, libraries included, to its log file."""
+    os.chdir(boot.folder)
+    folder = boot.run_dir / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     file = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
@@ -230,7 +245,7 @@ class _Cluster:
         self.processes: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
         self.restarts: dict[str, int] = {}
-        self.restarting: set[str] = set()
+        self.restarting: dict[str, float] = {}
         self.members = boot.pipeline.processes()
 
     def start(self) -> None:
@@ -296,8 +311,32 @@ class _Cluster:
             status: Status = self._ask(self.coordinator.status.remote(*shown))
             self.console.show(status)
             self.console.check(status, self.boot.config.limits.stall_s)
+            self._check_restarts()
             if status.finished:
+                self._wait_for_ends()
                 return status
+
+    def _check_restarts(self) -> None:
+        limit = self.boot.config.cluster.start_timeout_s
+        for name, since in self.restarting.items():
+            if time.monotonic() - since > limit:
+                raise RunError(f"process {name}, started again, is not up after {limit:g} s (cluster.start_timeout_s)")
+
+    def _wait_for_ends(self) -> None:
+        """Let every worker close what it has, such as the model that it saves, and see that none failed at it."""
+        import ray
+
+        began, limit = time.monotonic(), self.boot.config.cluster.start_timeout_s
+        while self.running:
+            done, _ = ray.wait(list(self.running), timeout=1.0)
+            for ref in done:
+                name = self.running.pop(ref)
+                try:
+                    ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    raise RunError(f"process {name} failed at the end of the run: {_cause(error)}") from error
+            if self.running and time.monotonic() - began > limit:
+                raise RunError(f"still not closed after {limit:g} s: {', '.join(self.running.values())}")
 
     @staticmethod
     def _ask(answer: Any) -> Any:
@@ -321,10 +360,12 @@ class _Cluster:
         try:
             ray.get(ref)
         except ray.exceptions.RayError as error:
+            if isinstance(getattr(error, "cause", None), QueueError):
+                raise RunError(f"process {name} lost the queue: {_cause(error)}; what was in it is gone") from error
             self._restart(name, _cause(error))
             return
         if name in self.restarting:
-            self.restarting.discard(name)
+            del self.restarting[name]
             self._note_pids()
             self.running[self.processes[name].run.remote()] = name
             self.console.say(f"! process {name} is back")
@@ -342,7 +383,7 @@ class _Cluster:
         if self.restarts[name] > self.boot.config.cluster.max_restarts:
             raise RunError(f"process {name} died {self.restarts[name]} times, the last time of: {cause}")
         self.console.say(f"! process {name} died ({cause}); its units are re-dispatched and it is started again")
-        self.restarting.add(name)
+        self.restarting[name] = time.monotonic()
         self.running[self._spawn(name)] = name
 
     def stop(self) -> None:
@@ -370,16 +411,17 @@ def run_cluster(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: st
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
-    with console.phase("Ray starts" if config.cluster.address is None else "Ray is joined"):
-        _join_ray(config)
-    cluster = _Cluster(Boot(config, pipeline, run_dir, run_id), console)
+    cluster = _Cluster(Boot(config, pipeline, run_dir, run_id, os.getcwd()), console)
     try:
+        with console.phase("Ray starts" if config.cluster.address is None else "Ray is joined"):
+            _join_ray(config)
         _refuse_foreign_queue()
         cluster.start()
         return cluster.watch()
     finally:
         cluster.stop()
         ray.shutdown()
+        WeightsDirectory(run_id).remove()
 
 
 def _join_ray(config: RunConfig) -> None:
@@ -399,10 +441,16 @@ def _join_ray(config: RunConfig) -> None:
     }
     if config.cluster.address is not None:
         ray.init(address=config.cluster.address, **common)
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        if len(nodes) > 1:
+            raise RunError(
+                f"the cluster at {config.cluster.address} has {len(nodes)} machines; a run's files and weights are "
+                "shared through one machine's disk and memory, so it needs a cluster of one"
+            )
         return
     # The queue's own actors ask for one CPU each and wait for ever if they do not get it.
     cpus = max(os.cpu_count() or 1, config.queue.storage_units + 2)
-    ray.init(num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20, **common)
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20, **common)
 
 
 def _refuse_foreign_queue() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
@@ -27,7 +27,7 @@ class Section(BaseModel):
 class RunSection(Section):
     """Where a run lives."""
 
-    name: str = "run"
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", coerce_numbers_to_str=True)
     """Names the run directory; a run of the same name is kept beside it under a number."""
     dir: str = "runs"
     """Folder of run directories."""
@@ -42,34 +42,39 @@ class ClusterSection(Section):
 
     address: str | None = None
     """Address of an existing Ray cluster; none starts a local one, which ends with the run."""
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = Field(300.0, gt=0)
     """Longest time for all workers to come up, in seconds."""
-    max_restarts: int = 3
+    max_restarts: int = Field(3, ge=0)
     """How often one worker process may be started again after its death."""
 
 
 class QueueSection(Section):
     """TransferQueue."""
 
-    storage_units: int = 1
+    storage_units: int = Field(1, ge=1)
     """Storage processes; one is enough on one machine."""
-    timeout_s: float = 30.0
+    timeout_s: float = Field(30.0, ge=1)
     """Deadline of every queue call, in seconds."""
 
 
 class LimitsSection(Section):
     """Bounds that keep a run from growing, hanging or going on for nothing."""
 
-    max_rows: int | None = None
+    max_rows: int | None = Field(None, ge=1)
     """Credit limit: most rows of open windows, counted at worst case; none is no limit."""
-    max_bytes: int | None = None
+    max_bytes: int | None = Field(None, ge=1)
     """Credit limit: most bytes of open windows, counted at worst case; none is no limit."""
-    lease_s: float = 60.0
+    lease_s: float = Field(60.0, ge=2)
     """Seconds without a heartbeat after which a worker's units are given to others."""
-    stall_s: float = 300.0
-    """Seconds without any progress after which the run stops and says what it waited for."""
-    max_empty_windows: int = 3
+    stall_s: float = Field(600.0, gt=0)
+    """Seconds without any progress, and with no claim within its deadline, after which the run stops and says why."""
+    max_empty_windows: int = Field(3, ge=1)
     """Windows in a row with nothing to train on, after which the run stops."""
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between a worker's heartbeats: several to a lease."""
+        return self.lease_s / 6
 
 
 class StageEntry(Section):
@@ -79,13 +84,13 @@ class StageEntry(Section):
     """Import path: `package.module:name` or `folder/file.py:name`."""
     options: dict[str, Any] = {}
     """Options for the stage's own config."""
-    workers: int | None = None
+    workers: int | None = Field(None, ge=1)
     """Copies of the stage; default as the stage declares."""
-    batch_rows: int | None = None
+    batch_rows: int | None = Field(None, ge=1)
     """Most units in one claim; default as the stage declares."""
-    deadline_s: float | None = None
+    deadline_s: float | None = Field(None, gt=0)
     """Longest time for one claim, in seconds; default as the stage declares."""
-    max_attempts: int | None = None
+    max_attempts: int | None = Field(None, ge=1)
     """Failures of one unit before it becomes a tombstone; default as the stage declares."""
     placement: str | None = None
     """Stages of equal placement share one process; default as the stage declares."""

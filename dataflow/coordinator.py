@@ -48,6 +48,7 @@ from dataflow.events import (
     Ledger,
     Published,
     Settled,
+    Stopped,
     Tick,
     WindowClosed,
     WorkerDied,
@@ -65,7 +66,7 @@ class Coordinator:
         run_id: Names the run's partitions.
         windows: How many windows to admit.
         rows_per_window: Worst-case rows of one window.
-        max_staleness: Window k is admitted when at least k - max_staleness windows are trained on.
+        max_staleness: Window k is admitted when every window before k - max_staleness is trained on.
         max_open_windows: Credit limit, in windows; the oldest open window is never blocked.
         lease_s: Seconds without a heartbeat after which a worker's claims are void.
         max_empty_windows: Windows in a row with nothing to train on, after which the run stops.
@@ -90,7 +91,7 @@ class Coordinator:
         self._lease_s = lease_s
         self._max_empty = max_empty_windows
         self._source = next(name for name, plan in plans.items() if plan.granularity == "source")
-        self._trainer = next((name for name, plan in plans.items() if plan.granularity == "window"), None)
+        self._trainer = next((name for name, plan in plans.items() if plan.one_owner), None)
         self._consumers: dict[str, list[str]] = defaultdict(list)
         for name, plan in plans.items():
             for producer in plan.depends_on:
@@ -103,7 +104,6 @@ class Coordinator:
         self._open: dict[int, WindowState] = {}
         self._ready: dict[str, list[tuple[tuple[Any, ...], int, list[Cell]]]] = {name: [] for name in plans}
         self._next_window = 0
-        self._trained_windows = 0
         self._empty_in_a_row = 0
         self._serial = 0
         self._effects: list[Effect] = []
@@ -117,6 +117,7 @@ class Coordinator:
             Acknowledged: self._acknowledged,
             Failed: self._failed,
             Dropped: self._dropped,
+            Stopped: self._stopped,
             Published: self._published,
             Tick: self._tick,
         }
@@ -182,6 +183,9 @@ class Coordinator:
         worker = self._workers.get(event.worker)
         if worker is not None:
             worker.seen = event.now
+
+    def _stopped(self, event: Stopped) -> None:
+        self._halt(f"worker {event.worker} stopped the run: {event.reason}")
 
     def _published(self, event: Published) -> None:
         if self.weights is None or event.weights.version > self.weights.version:
@@ -442,7 +446,7 @@ class Coordinator:
         """Make the source's cell of each window ready that staleness and credits allow."""
         while self._next_window < self.windows:
             index = self._next_window
-            if index > self._trained_windows + self._max_staleness:
+            if index > self._oldest_untrained() + self._max_staleness:
                 return
             if self._open and self._max_open is not None and len(self._open) >= self._max_open:
                 return
@@ -452,9 +456,12 @@ class Coordinator:
             self._next_window += 1
             self._make_ready([window.source])
 
+    def _oldest_untrained(self) -> int:
+        untrained = (window.index for window in self._open.values() if not window.settled)
+        return min(untrained, default=self._next_window)
+
     def _window_trained(self, window: WindowState, *, empty: bool) -> None:
         window.settled = True
-        self._trained_windows += 1
         self._empty_in_a_row = self._empty_in_a_row + 1 if empty else 0
         if empty:
             reasons = sorted({f"{unit.outcome} ({unit.reason})" for unit in window.units.values() if unit.dead})
@@ -477,8 +484,6 @@ class Coordinator:
         del self._open[window.index]
         self._check_balance(window)
         self._effects.append(WindowClosed(window.name, window.index, dict(counts)))
-        if self._trainer is None:
-            self._trained_windows += 1
         self._offer_windows()
         if not self._open and self._next_window >= self.windows and not self.halted:
             self.finished = True

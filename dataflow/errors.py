@@ -24,7 +24,10 @@ class QueueError(DataflowError):
 
 
 class RunError(DataflowError):
-    """Raised when a run cannot go on: the coordinator, the queue or the learner is gone."""
+    """Raised when a run cannot go on: the coordinator, the queue or the learner is gone.
+
+    A stage may raise it too, to stop the run on purpose: nothing is tried again.
+    """
 
 
 class WorkerBroken(DataflowError):

@@ -133,6 +133,15 @@ class Dropped:
 
 
 @dataclass(frozen=True)
+class Stopped:
+    """A stage stopped the run on purpose."""
+
+    worker: str
+    reason: str
+    now: float
+
+
+@dataclass(frozen=True)
 class Published:
     """A learner published a policy version."""
 
@@ -157,6 +166,7 @@ Event = (
     | Acknowledged
     | Failed
     | Dropped
+    | Stopped
     | Published
     | Tick
 )

@@ -7,6 +7,7 @@ time: a reader sees every whole batch, also while the file grows and after a cra
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class JournalWriter:
         self._directory = directory
         # A worker that was started again writes a file of its own.
         self._name = f"{stage}.{worker}.{time.time_ns():x}"
+        self._lock = threading.Lock()  # a worker with several claims writes from several threads
         self._sink: Any = None
         self._writer: Any = None
 
@@ -91,21 +93,23 @@ class JournalWriter:
 
     def close(self) -> None:
         """Close the file. A file that was never closed is read up to its last whole batch."""
-        if self._writer is not None:
-            self._writer.close()
-            self._sink.close()
-            self._writer = self._sink = None
+        with self._lock:
+            if self._writer is not None:
+                self._writer.close()
+                self._sink.close()
+                self._writer = self._sink = None
 
     def _append(self, batch: pa.RecordBatch) -> None:
         if self._directory is None:
             return
-        if self._writer is None:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            path = self._directory / f"{self._name}.arrows"
-            self._sink = path.open("xb", buffering=0)
-            path.chmod(0o600)
-            self._writer = pa.ipc.new_stream(self._sink, batch.schema)
-        self._writer.write_batch(batch)
+        with self._lock:
+            if self._writer is None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                path = self._directory / f"{self._name}.arrows"
+                self._sink = path.open("xb", buffering=0)
+                path.chmod(0o600)
+                self._writer = pa.ipc.new_stream(self._sink, batch.schema)
+            self._writer.write_batch(batch)
 
 
 def read_batches(path: Path) -> Iterator[pa.RecordBatch]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from pathlib import Path
 
@@ -15,9 +14,11 @@ from dataflow.pipeline import Pipeline
 from dataflow.queue import MemoryQueue, Queue
 from dataflow.service import CoordinatorService, Status, coordinator_for
 from dataflow.stage import StageContext
+from dataflow.weights import WeightsDirectory
 from dataflow.worker import Worker
 
 POLL_S = 0.2
+STOP_S = 8.0
 
 
 def run_local(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str, console: Console) -> Status:
@@ -40,11 +41,14 @@ async def _run(
     coordinator = coordinator_for(pipeline, run_id, config.limits.lease_s, config.limits.max_empty_windows)
     service = CoordinatorService(coordinator, queue.clear, journal)
     workers = []
+    beat = config.limits.heartbeat_s
     for process in pipeline.processes().values():
         for name, stage in process:
             context = StageContext(run_id, run_dir, name, config.run.seed)
             writer = JournalWriter(journal, stage, name)
-            workers.append(Worker(name, pipeline.stages[stage], pipeline, service, queue, writer, context))
+            workers.append(
+                Worker(name, pipeline.stages[stage], pipeline, service, queue, writer, context, heartbeat_s=beat)
+            )
     for worker in workers:
         with console.phase(f"{worker.stage.name} sets up"):
             await worker.setup()
@@ -54,12 +58,12 @@ async def _run(
         return await _watch(config, service, console, running)
     finally:
         await service.stop("the run ended")
-        _, late = await asyncio.wait(running, timeout=8)
+        _, late = await asyncio.wait(running, timeout=STOP_S)
         for task in [*late, ticks]:
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*late, ticks, return_exceptions=True)
+        await asyncio.gather(*late, ticks, return_exceptions=True)
         await service.close()
+        WeightsDirectory(run_id).remove()
 
 
 async def _watch(
@@ -74,4 +78,5 @@ async def _watch(
                 raise RunError(f"worker {task.get_name()} failed: {type(error).__name__}: {error}") from error
         console.check(status, config.limits.stall_s)
         if status.finished:
+            await asyncio.gather(*running)  # what a worker closes with, such as a saved model, may fail too
             return status

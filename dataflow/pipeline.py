@@ -199,6 +199,11 @@ class Pipeline:
             raise ConfigError("a pipeline needs exactly one stage of granularity 'source'")
         if sum(plan.expands for plan in plans.values()) != 1:
             raise ConfigError("a pipeline needs exactly one stage that expands prompts into sessions (rollout)")
+        owners = [name for name, plan in plans.items() if plan.one_owner]
+        if len(owners) > 1:
+            raise ConfigError(
+                f"a pipeline has at most one stage with one owner, the one that trains; these are: {owners}"
+            )
         for name in self.placement:
             if name not in plans:
                 raise ConfigError(f"placement.{name}: there is no stage {name!r}; the stages are: {', '.join(plans)}")
@@ -282,13 +287,38 @@ class Pipeline:
 
 
 def _after(stage: Stage, stages: Iterable[Stage], producers: Mapping[str, str]) -> tuple[str, ...]:
-    """The stages that a stage comes after: those it reads from, and, for its rows, the one that makes them."""
-    names = [producers[column] for column in stage.reads]
-    if stage.expands:
-        names += [other.name for other in stages if other.granularity == "source"]
-    elif stage.granularity != "source":
-        names += [other.name for other in stages if other.expands]
-    return tuple(dict.fromkeys(names))
+    """The stages whose acknowledgement `stage` waits for, in a fixed order.
+
+    It waits for the producers of what it reads, and, once sessions have rows, for the stage that makes them: a stage of
+    prompt columns alone still works on sessions. The stage with one owner (update) waits for every stage that does not
+    read what it writes: a unit that a side stage drops or fails must not have been trained on before.
+    """
+    stages = list(stages)
+    if stage.granularity == "source":
+        return ()
+    after = [producers[column] for column in stage.reads]
+    if stage.one_owner:
+        later = _readers_of(stage.name, stages, producers)
+        after += [other.name for other in stages if other is not stage and other.name not in later]
+    elif stage.expands:
+        after += [other.name for other in stages if other.granularity == "source"]
+    else:
+        after += [other.name for other in stages if other.expands]
+    return tuple(dict.fromkeys(after))
+
+
+def _readers_of(name: str, stages: Sequence[Stage], producers: Mapping[str, str]) -> set[str]:
+    """The stages that read what `name` writes, directly or through others."""
+    found: set[str] = set()
+    while True:
+        more = {
+            other.name
+            for other in stages
+            if other.name not in found and any(producers[column] in {name, *found} for column in other.reads)
+        }
+        if not more:
+            return found
+        found |= more
 
 
 def _owner(column: str) -> str:

@@ -11,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -202,6 +203,9 @@ def _make_run_dir(config: RunConfig, pipeline: Pipeline) -> Path:
 
 
 def _entry() -> NoReturn:
+    # Also where a shell in the background has made us ignore it: an interrupt is the way to end a run in order.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sys.exit(main())
 
 

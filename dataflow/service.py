@@ -175,12 +175,18 @@ class CoordinatorService:
 
     async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
         """Take a worker's results; all of one call are handled at once."""
+        self._progress_at = now = self._clock()
+        late = self.coordinator.ledger.late
+        effects = self.coordinator.handle(*(replace(report, now=now) for report in reports))
+        if self.coordinator.ledger.late - late < len(reports):  # what comes too late to count is not measured either
+            self._count(window, metrics)
+        self._execute(effects)
+
+    def _count(self, window: str, metrics: Metrics) -> None:
         totals = self._metrics.setdefault(window, {})
         for name, (total, weight) in metrics.items():
             old = totals.get(name, (0.0, 0.0))
             totals[name] = (old[0] + total, old[1] + weight)
-        self._progress_at = now = self._clock()
-        self._execute(self.coordinator.handle(*(replace(report, now=now) for report in reports)))
 
     async def heartbeat(self, worker: str) -> None:
         """A worker is alive."""
@@ -190,8 +196,8 @@ class CoordinatorService:
 
     async def died(self, workers: Sequence[str], reason: str) -> None:
         """The process of these workers ended."""
-        for worker in workers:
-            self._handle(WorkerDied(worker, reason, self._clock()))
+        now = self._clock()
+        self._execute(self.coordinator.handle(*(WorkerDied(worker, reason, now) for worker in workers)))
 
     async def stop(self, reason: str) -> None:
         """End the run: waiting workers are told, and no claim is granted any more."""

@@ -7,19 +7,21 @@ The worker knows neither Ray nor TransferQueue. It talks to a coordinator throug
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
-from dataflow.batch import Batch, address, prompt_key, row_key
-from dataflow.errors import DataflowError, Drop, QueueError, RowError, WorkerBroken
-from dataflow.events import Acknowledged, Admitted, Claim, ClaimedUnit, Dropped, Failed, Prompt, Published
+from dataflow.batch import Batch, Unit, address, prompt_key, row_key
+from dataflow.errors import DataflowError, Drop, QueueError, RowError, RunError, WorkerBroken
+from dataflow.events import Acknowledged, Admitted, Claim, ClaimedUnit, Dropped, Failed, Prompt, Published, Stopped
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
 from dataflow.queue import Queue
@@ -29,7 +31,7 @@ from schemas.column import ColumnError, to_values
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, tuple[float, float]]
-Report = Admitted | Acknowledged | Failed | Dropped | Published
+Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Published
 
 
 class Stop(Exception):
@@ -62,7 +64,6 @@ class _Result:
 
     unit: ClaimedUnit
     outcome: Outcome | Exception
-    retry: bool = True
 
 
 class Worker:
@@ -101,6 +102,10 @@ class Worker:
         self._context = context
         self._process_name = process or name
         self._heartbeat_s = heartbeat_s
+        self._threads = self._new_threads()
+
+    def _new_threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self.stage.concurrency, thread_name_prefix=self.name)
 
     async def setup(self) -> None:
         """Set the stage up; slow for stages that load a model."""
@@ -148,6 +153,8 @@ class Worker:
                 await self._transform(claim)
         except (QueueError, WorkerBroken):
             raise  # the system failed, not a row: the worker ends loudly
+        except RunError as error:
+            await self._control.report([Stopped(self.name, str(error), 0.0)], {}, claim.window)
         except Exception as error:
             await self._report(
                 [self._failure(claim, unit, error) for unit in claim.units] or [self._window_failure(claim, error)]
@@ -166,34 +173,35 @@ class Worker:
         try:
             columns = await self._process(batch, claim.deadline_s)
             results = self._split(claim, batch, columns)
-        except WorkerBroken:
+        except (WorkerBroken, RunError):
             raise
         except Exception as error:
             log.warning("stage %s raised on %d units: %s", self.stage.name, len(claim.units), error)
-            results = await self._one_by_one(claim, batch, error)
+            await self._one_by_one(claim, batch, error)
+            return
         batch.report({f"seconds/{self.stage.name}": time.monotonic() - started}, 1)
         await self._write(claim, results, batch)
 
-    async def _one_by_one(self, claim: Claim, batch: Batch, error: Exception) -> list[_Result]:
-        """Run a batch that raised again unit by unit (group by group), so that only the culprit fails."""
+    async def _one_by_one(self, claim: Claim, batch: Batch, error: Exception) -> None:
+        """Run a batch that raised again unit by unit (group by group), so that only the culprit fails.
+
+        Each is reported as it comes: a unit that takes its whole deadline does not hold up the others' reports.
+        """
         parts = list(self._parts(claim, batch))
-        batch.metrics = {}  # what the attempt reported before it raised does not count
         if len(parts) == 1:
-            return [_Result(unit, error) for unit in claim.units]
-        results = []
+            batch.metrics = {}  # what the attempt reported before it raised does not count
+            await self._write(claim, [_Result(unit, error) for unit in claim.units], batch)
+            return
         for units, rows in parts:
             part = batch.select(rows)
             try:
-                results += self._split(claim, part, await self._process(part, claim.deadline_s), units)
-            except WorkerBroken:
+                results = self._split(claim, part, await self._process(part, claim.deadline_s), units)
+            except (WorkerBroken, RunError):
                 raise
             except Exception as culprit:
-                results += [_Result(unit, culprit) for unit in units]
-                continue
-            for name, (total, weight) in part.metrics.items():
-                old = batch.metrics.get(name, (0.0, 0.0))
-                batch.metrics[name] = (old[0] + total, old[1] + weight)
-        return results
+                part.metrics = {}
+                results = [_Result(unit, culprit) for unit in units]
+            await self._write(claim, results, part)
 
     def _parts(self, claim: Claim, batch: Batch) -> Iterable[tuple[list[ClaimedUnit], slice]]:
         """The smallest pieces that may be processed alone, each with its rows."""
@@ -214,10 +222,13 @@ class Worker:
         limit = asyncio.timeout(deadline_s)
         try:
             async with limit:
-                return await _maybe_await(self.stage.process, batch)
+                return await _maybe_await(self.stage.process, batch, threads=self._threads)
         except TimeoutError:
             if not limit.expired():
                 raise  # the stage's own
+            # A thread cannot be stopped: what hangs keeps its own, and the next call gets a fresh one.
+            self._threads.shutdown(wait=False)
+            self._threads = self._new_threads()
             raise TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {deadline_s:g} s") from None
 
     async def _stream(self, claim: Claim) -> None:
@@ -228,9 +239,12 @@ class Worker:
         writer = asyncio.create_task(self._write_as_it_comes(claim, batch, waiting))
         limit = asyncio.timeout(claim.deadline_s)
         try:
-            async with limit:
-                async for unit, outcome in self.stage.process(batch):  # type: ignore[union-attr]
+            results = cast(AsyncGenerator[tuple[Unit, Outcome]], self.stage.process(batch))
+            async with limit, contextlib.aclosing(results):
+                async for unit, outcome in results:
                     waiting.put_nowait(_Result(by_id.pop(unit.id), outcome))
+                    if writer.done():
+                        break  # it failed; what is not written need not be made
             error: Exception = RowError("the stage ended without a result for this unit")
         except TimeoutError as raised:
             error = raised
@@ -238,14 +252,17 @@ class Worker:
                 error = TimeoutError(
                     f"stage {self.stage.name!r} took longer than its deadline of {claim.deadline_s:g} s"
                 )
+        except asyncio.CancelledError:
+            writer.cancel()
+            raise
         except Exception as raised:
             error = raised
-        if not isinstance(error, WorkerBroken):
+        if not isinstance(error, WorkerBroken | RunError):
             for left in by_id.values():
                 waiting.put_nowait(_Result(left, error))
         waiting.put_nowait(None)
         await writer  # what was finished is kept, also when the worker is broken
-        if isinstance(error, WorkerBroken):
+        if isinstance(error, WorkerBroken | RunError):
             raise error
 
     async def _write_as_it_comes(self, claim: Claim, batch: Batch, waiting: asyncio.Queue[_Result | None]) -> None:
@@ -448,11 +465,11 @@ def _describe(error: Exception, *, short: bool = False) -> str:
     return f"{head} ({last.filename}:{last.lineno} in {last.name})"
 
 
-async def _maybe_await(function: Callable[..., Any], *args: Any) -> Any:
+async def _maybe_await(function: Callable[..., Any], *args: Any, threads: ThreadPoolExecutor | None = None) -> Any:
     """Call a plain function in a thread, so that the process's other workers go on; await a coroutine function."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
-    result = await asyncio.to_thread(_call, function, *args)
+    result = await asyncio.get_running_loop().run_in_executor(threads, _call, function, *args)
     if isinstance(result, Awaitable):
         return await result
     return result

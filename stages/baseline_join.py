@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from dataflow.batch import Batch
-from dataflow.errors import Drop
+from dataflow.errors import Drop, RunError
 from dataflow.stage import Stage, StageConfig
 from schemas.catalog import columns
 from stages.algorithms.join import Baseline, Session, Turn, join_baselines
@@ -62,7 +62,7 @@ class BaselineJoin(Stage):
                 value, source = verdict.value, verdict.source
                 batch.report({"baseline/mean": verdict.value}, 1)
             elif self.config.on_missing == "fail":
-                raise ValueError(f"no baseline for uid {session.uid!r}: {verdict}; baseline.on_missing is 'fail'")
+                raise RunError(f"no baseline for uid {session.uid!r}: {verdict}; baseline.on_missing is 'fail'")
             else:
                 value = source = Drop(f"missing baseline: {verdict.reason}")
             baselines += [value] * len(session.turns)

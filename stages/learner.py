@@ -75,7 +75,7 @@ class Learner:
         torch.set_num_threads(config.threads)
         self.config = config
         self.version = 0
-        self.model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+        self.model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
         self.model = self.model.to(config.device).eval()
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
@@ -103,11 +103,13 @@ class Learner:
         metrics: dict[str, float] = {"update/optimizer_steps": 0.0, "update/tokens": float(_tokens(rows))}
         if rows:
             before = None if cfg.epochs * cfg.mini_batches == 1 else self._compare(rows)
-            for _ in range(cfg.epochs):
-                for batch in self._mini_batches(rows):
-                    metrics |= self._step(batch, compare=before is None)
-                    metrics["update/optimizer_steps"] += 1.0
-            metrics |= before or {}
+            steps = [
+                (self._step(batch, compare=before is None), _tokens(batch))
+                for _ in range(cfg.epochs)
+                for batch in self._mini_batches(rows)
+            ]
+            metrics["update/optimizer_steps"] = float(len(steps))
+            metrics |= _merged(steps) | (before or {})
         self.version += 1
         return metrics
 
@@ -140,7 +142,9 @@ class Learner:
     # ---- inside -------------------------------------------------------------------------------------
 
     def _state_dict(self) -> dict[str, Tensor]:
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.model.state_dict().items()}
+        dtype = getattr(torch, self.config.dtype)
+        state = self.model.state_dict().items()
+        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state}
         if getattr(self.model.config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         return tensors
@@ -241,15 +245,24 @@ class Learner:
 
     def _log_probs(self, micro: _MicroBatch) -> Tensor:
         """Log-probabilities ``[B, T] float32`` of the response tokens at the sampling temperature."""
-        first = int(micro.place.min())
-        logits = self.model(micro.input_ids, attention_mask=micro.attention, use_cache=False).logits
-        picked = logits.gather(1, micro.place[:, :, None].expand(-1, -1, logits.shape[-1])) if first >= 0 else logits
+        with self._precision():
+            logits = self.model(micro.input_ids, attention_mask=micro.attention, use_cache=False).logits
+        picked = logits.gather(1, micro.place[:, :, None].expand(-1, -1, logits.shape[-1]))
         scaled = picked.float() / self.config.temperature
         return torch.log_softmax(scaled, dim=-1).gather(-1, micro.targets[:, :, None]).squeeze(-1)
 
+    def _precision(self) -> Any:
+        """The arithmetic of a forward pass.
+
+        The weights stay float32, since AdamW's small steps would round away in bfloat16; they are cast when published.
+        """
+        return torch.autocast(
+            self.config.device, getattr(torch, self.config.dtype), enabled=self.config.dtype != "float32"
+        )
+
     def _score_probe(self) -> list[float]:
         ids = torch.tensor([self._probe], device=self.config.device)
-        with torch.no_grad():
+        with torch.no_grad(), self._precision():
             logits = self.model(ids, use_cache=False).logits[0, :-1].float()
         chosen = torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         return [float(value) for value in chosen]
@@ -277,7 +290,7 @@ def _merged(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float
     merged: dict[str, float] = {}
     for name in {name for values, _ in parts for name in values}:
         of = [(values[name], tokens) for values, tokens in parts if name in values]
-        if name.endswith("max_abs"):
+        if name.endswith("max_abs") or name == "grad_norm":
             merged[name] = max(value for value, _ in of)
         else:
             merged[name] = sum(value * tokens for value, tokens in of) / sum(tokens for _, tokens in of)

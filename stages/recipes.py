@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -15,7 +16,7 @@ from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
 from stages.algorithms.catalog import ESTIMATORS
 from stages.datasets import prompts_path
-from stages.models import MODELS, resolve_model
+from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
 from stages.rewards import resolve as resolve_reward
 from stages.source import windows_per_epoch
@@ -53,6 +54,8 @@ class ModelSection(Section):
     """Type of the weights in engine and learner; float32 on a CPU."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Where engine and learner run."""
+    gpu_share: float = Field(0.5, gt=0)
+    """Share of a GPU that the learner takes, and each engine; 1 gives each a GPU of its own."""
 
 
 class RolloutSection(Section):
@@ -60,12 +63,20 @@ class RolloutSection(Section):
 
     n: int = Field(8, ge=1)
     """Sampled sessions per prompt."""
-    temperature: float = Field(1.0, gt=0)
-    """Divides the logits of sampled sessions; above 0, since a greedy policy has nothing to compare."""
+    temperature: float = Field(1.0, ge=0.01)
+    """Divides the logits of sampled sessions; at least 0.01, since a greedy policy has nothing to compare."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass; 1 is off. Below 1 the learner's probabilities are of another distribution than the engine's."""
     top_k: int = -1
     """Most likely tokens kept; -1 is off."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _top_k(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise ValueError(f"expected a count of tokens, or -1 for off, got {value}")
+        return value
+
     max_tokens: int = Field(64, ge=1)
     """Response budget, in tokens."""
     max_sequences: int = Field(128, ge=1)
@@ -238,6 +249,7 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             model=model,
             dtype=config.model.dtype,
             device=config.model.device,
+            gpu_share=config.model.gpu_share,
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
@@ -268,6 +280,7 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
                 **config.update.model_dump(exclude={"deadline_s"}),
             },
             save_model=config.run.save_model,
+            gpu_share=config.model.gpu_share,
         ),
     ]
     if needs.greedy_baseline:
@@ -286,17 +299,25 @@ def _spec(name: str, use: str, settings: dict[str, Any] | None = None, **options
 
 
 def prepare(config: RLConfig, say: Callable[[str], None]) -> None:
-    """Make the built-in model that the configuration names, if it is not there yet, in a process of its own.
+    """Make or fetch the model that the configuration names, if it is not there yet.
+
+    A built-in model is made in a process of its own, so that the driver stays free of torch.
 
     Raises:
-        ConfigError: If it could not be made.
+        ConfigError: If it could not be had.
     """
-    model = MODELS.get(config.model.path)
-    if model is None or model.is_made:
+    name = config.model.path
+    if name not in MODELS:
+        if not Path(resolve_model(name)).is_dir():
+            say(f"fetching the model {name!r} from the hub")
+            fetch_model(name)
         return
-    say(f"making the model {config.model.path!r} (once; it is kept in {model.directory()})")
+    model = MODELS[name]
+    if model.is_made:
+        return
+    say(f"making the model {name!r} (once; it is kept in {model.directory()})")
     if subprocess.run([sys.executable, "-m", model.maker], check=False).returncode:
-        raise ConfigError(f"model.path: the model {config.model.path!r} could not be made; the reason is above")
+        raise ConfigError(f"model.path: the model {name!r} could not be made; the reason is above")
 
 
 rl = Recipe(RLConfig, build, prepare)

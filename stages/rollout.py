@@ -15,7 +15,8 @@ from dataflow.batch import Batch, Unit
 from dataflow.errors import RowError
 from dataflow.stage import Outcome, Stage, StageConfig, StageContext
 from schemas.catalog import columns
-from stages.engines import Completion, Engine, EngineConfig, GenerateRequest
+from stages.engines import Completion, Engine, EngineBroken, EngineConfig, GenerateRequest
+from stages.models import local_model
 from stages.text import load_tokenizer, response_text, stop_token_ids
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,9 @@ class RolloutConfig(StageConfig):
     """float32 on a CPU, bfloat16 on a GPU."""
     device: str = "cpu"
     """cpu or cuda."""
-    temperature: float = Field(1.0, gt=0)
+    gpu_share: float = 0.5
+    """Share of a GPU that one engine takes."""
+    temperature: float = Field(1.0, ge=0.01)
     """Divides the logits of sampled sessions; the learner applies the same."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus mass of sampled sessions; 1 is off."""
@@ -92,7 +95,7 @@ class Rollout(Stage):
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
         if config.device != "cpu":
-            self.num_gpus = 1
+            self.num_gpus = config.gpu_share
         elif config.engine == "vllm":
             from stages.engines.vllm import cpu_environment
 
@@ -101,17 +104,19 @@ class Rollout(Stage):
     async def setup(self, context: StageContext) -> None:
         """Start the engine."""
         config = self.config
+        model = local_model(config.model)
         self._seed = context.seed
         self._name = context.worker
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-        self._stops = stop_token_ids(config.model, self._tokenizer)
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, model)
+        self._stops = stop_token_ids(model, self._tokenizer)
         pad = self._tokenizer.pad_token_id
         self._removed = () if pad is None else (pad,)
         self._engine = make_engine(
             config.engine,
             EngineConfig(
-                model=config.model,
+                model=model,
                 dtype=config.dtype,
+                device=config.device,
                 max_model_len=config.max_model_len,
                 max_sequences=config.max_sequences,
                 kv_cache_bytes=config.kv_cache_bytes,
@@ -171,6 +176,11 @@ class Rollout(Stage):
         except ValueError as error:
             # The engine refuses this request for what it is; trying again would be refused again.
             return RowError(str(error), retry=False)
+        except EngineBroken:
+            raise
+        except Exception as error:
+            # One session's trouble is its own: its siblings go on.
+            return RowError(f"{type(error).__name__}: {error}")
         if completion.finish_reason == "abort":
             return RowError(f"the engine aborted the request after {len(completion.token_ids)} tokens")
         return self._row(request, completion)

@@ -14,6 +14,7 @@ from dataflow.errors import ConfigError, Drop
 from dataflow.stage import Stage, StageConfig, StageContext
 from schemas.catalog import columns
 from schemas.prompts import PromptColumns, PromptFileError, PromptRecord, read_prompts
+from stages.models import local_model
 from stages.text import load_tokenizer, prompt_ids
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Source(Stage):
             )
         except PromptFileError as error:
             raise ConfigError(str(error)) from error
-        self._tokenizer = load_tokenizer(self.config.model)
+        self._tokenizer = load_tokenizer(local_model(self.config.model))
         if self.config.overlong == "error":
             for row, record in enumerate(self._records):
                 self._encode(record, row)

@@ -52,7 +52,7 @@ class LearnerConfig(TrainingConfig):
     model: str
     """Directory of the initial model."""
     dtype: str = "float32"
-    """Type of the weights: float32 or bfloat16."""
+    """Type of the published weights and of the arithmetic, float32 or bfloat16; the trained ones are float32."""
     device: str = "cpu"
     """cpu or cuda."""
     horizon: int = 64

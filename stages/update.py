@@ -13,6 +13,7 @@ from dataflow.batch import Batch
 from dataflow.stage import Stage, StageConfig, StageContext
 from dataflow.weights import WeightsDirectory
 from schemas.catalog import columns
+from stages.models import local_model
 from stages.training import LearnerConfig
 
 
@@ -23,6 +24,8 @@ class UpdateConfig(StageConfig):
     """What is trained, and how."""
     save_model: bool = True
     """Write the trained model to RUN/model at the end."""
+    gpu_share: float = 0.5
+    """Share of a GPU that the learner takes."""
 
 
 class Update(Stage):
@@ -49,7 +52,7 @@ class Update(Stage):
     def __init__(self, config: UpdateConfig) -> None:
         super().__init__(config)
         if config.learner.device != "cpu":
-            self.num_gpus = 1
+            self.num_gpus = config.gpu_share
 
     def setup(self, context: StageContext) -> None:
         """Load the model and make the weight files' directory."""
@@ -58,7 +61,8 @@ class Update(Stage):
         self._run_dir = Path(context.run_dir)
         self._weights = WeightsDirectory(context.run_id)
         self._weights.create()
-        self._learner = Learner(self.config.learner, self._weights)
+        model = local_model(self.config.learner.model)
+        self._learner = Learner(self.config.learner.model_copy(update={"model": model}), self._weights)
 
     def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Train on the window's rows, publish the new version, and drop files that no engine needs."""
@@ -89,7 +93,10 @@ class Update(Stage):
     def close(self) -> None:
         """Save the trained model, and remove the weight files."""
         if self.config.save_model and self._learner.version:
-            self._learner.save(self._run_dir / "model")
-            note = {"policy_version": self._learner.version}
-            (self._run_dir / "model" / "policy_version.json").write_text(json.dumps(note) + "\n", encoding="utf-8")
+            # Under another name first: what is called `model` is whole.
+            partial = self._run_dir / "model.partial"
+            self._learner.save(partial)
+            note = json.dumps({"policy_version": self._learner.version})
+            (partial / "policy_version.json").write_text(note + "\n", encoding="utf-8")
+            partial.rename(self._run_dir / "model")
         self._weights.remove()

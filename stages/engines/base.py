@@ -25,6 +25,7 @@ class EngineConfig:
     Attributes:
         model: Directory with config.json and safetensors (Hugging Face layout).
         dtype: "float32" on a CPU, "bfloat16" on a GPU.
+        device: "cpu" or "cuda". vLLM decides by its build.
         max_model_len: Longest prompt plus response, in tokens.
         max_sequences: Most sequences decoded at one time.
         kv_cache_bytes: Memory for the key-value cache, in bytes.
@@ -35,6 +36,7 @@ class EngineConfig:
 
     model: str
     dtype: str = "float32"
+    device: str = "cpu"
     max_model_len: int = 512
     max_sequences: int = 128
     kv_cache_bytes: int = 256 << 20

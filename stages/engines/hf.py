@@ -231,8 +231,7 @@ def _load(config: EngineConfig) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = AutoModelForCausalLM.from_pretrained(
         config.model, dtype=getattr(torch, config.dtype), local_files_only=True
     )
-    return model.to(device).eval()
+    return model.to(config.device).eval()

@@ -143,7 +143,7 @@ def test_a_wrong_value_is_refused_under_its_key_with_what_came(tmp_path: Path, o
 
 @pytest.mark.parametrize("temperature", ["0", "0.0", "-0.1"])
 def test_O11_a_temperature_of_zero_or_less_is_refused_for_sampled_rows(tmp_path: Path, temperature: str) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.temperature: .*greater than 0"):
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: .*greater than or equal to 0.01"):
         load(tmp_path, "{}", f"rollout.temperature={temperature}")
 
 

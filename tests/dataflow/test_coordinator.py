@@ -26,6 +26,7 @@ from dataflow.events import (
     Prompt,
     Published,
     Settled,
+    Stopped,
     Tick,
     WindowClosed,
     WorkerDied,
@@ -876,3 +877,70 @@ def test_the_waits_of_a_run_say_how_many_units_each_stage_waits_for() -> None:
     assert waits["rollout"] == {"leased": 2, "done": 1}
     assert waits["reward"] == {"ready": 1, "waiting": 2}
     assert run.coordinator.leases() == [("rollout-0", "rollout", f"{key('0-a', 1)}, {key('0-a', 2)}", 300.0)]
+
+
+# Found by review
+
+
+def test_another_window_stage_before_the_update_does_not_count_as_training() -> None:
+    table = plans(source(), rollout(), reward(), StagePlan("advantage", ("reward",), "window"), update("advantage"))
+    run = drive(table, windows=2)
+    run.admit(Prompt("0-a", 2, False))
+    for worker in ("rollout-0", "reward-0", "advantage-0"):
+        run.work(worker)
+    assert run.idle("source-0")
+    run.work("update-0")
+    assert run.claim("source-0").window_index == 1
+
+
+def test_a_window_that_lags_holds_back_the_windows_that_would_make_it_too_stale() -> None:
+    run = drive(SHORT, windows=9, max_staleness=1)
+    run.admit(Prompt("0-a", 1, False))
+    run.admit(Prompt("0-b", 1, False))
+    slow = run.claim("rollout-0")
+    run.join("rollout-1")
+    assert slow.window_index == 0
+    run.work("rollout-1")
+    assert run.work("update-0").window_index == 1
+    assert run.idle("source-0")
+    run.acknowledge("rollout-0", slow)
+    run.work("update-0")
+    assert run.claim("source-0").window_index == 2
+
+
+def test_workers_that_die_together_do_not_hand_their_units_to_each_other() -> None:
+    run = drive(plans(source(), rollout(), reward(max_units=1), update("reward")), workers=["source-0", "rollout-0"])
+    for worker in ("reward-0", "reward-1"):
+        run.send(WorkerJoined(worker, "reward", 0.0, "light"))
+    run.admit(Prompt("0-a", 1, False))
+    run.work("rollout-0")
+    held = run.claim("reward-0")
+    run.want("reward-1")
+    run.effects += run.coordinator.handle(WorkerDied("reward-0", "killed", 0.0), WorkerDied("reward-1", "killed", 0.0))
+    run.send(WorkerJoined("reward-2", "reward", 0.0, "light"))
+    again = run.claim("reward-2")
+    assert ids(again) == ids(held)
+    assert again.units[0].delivery == 1
+
+
+def test_what_killed_its_worker_twice_is_granted_alone_in_its_process() -> None:
+    table = plans(source(), rollout(), reward(), StagePlan("count", ("rollout",), "row"), update("reward", "count"))
+    run = drive(table, workers=["source-0", "rollout-0", "update-0"])
+    run.admit(Prompt("0-a", 1, False))
+    run.work("rollout-0")
+    for life in range(2):
+        run.send(WorkerJoined(f"reward-{life}", "reward", 0.0, "light"))
+        run.claim(f"reward-{life}")
+        run.send(WorkerDied(f"reward-{life}", "killed", 0.0))
+    run.send(WorkerJoined("count-0", "count", 0.0, "light"))
+    run.send(WorkerJoined("reward-2", "reward", 0.0, "light"))
+    counted = run.claim("count-0")
+    assert run.idle("reward-2")
+    run.acknowledge("count-0", counted)
+    assert ids(run.claim("reward-2")) == [key("0-a")]
+
+
+def test_a_stage_can_stop_the_run_on_purpose() -> None:
+    run = drive(remax())
+    run.send(Stopped("join-0", "no baseline", 0.0))
+    assert [halt.reason for halt in run.of(Halt)] == ["worker join-0 stopped the run: no baseline"]

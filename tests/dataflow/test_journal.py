@@ -146,3 +146,13 @@ def test_json_records_are_appended_line_by_line(tmp_path: Path) -> None:
     append_json(path, {"a": 1})
     append_json(path, {"b": "题"})
     assert path.read_text(encoding="utf-8") == '{"a": 1}\n{"b": "题"}\n'
+
+
+def test_two_claims_of_one_worker_may_write_at_the_same_time(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    journal = JournalWriter(tmp_path / "journal", "rollout", "rollout-0")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: write(journal, f"k{number}"), range(400)))
+    journal.close()
+    assert sorted(keys(only_file(tmp_path / "journal"))) == sorted([f"k{number}"] for number in range(400))

@@ -322,3 +322,22 @@ def test_a_decorated_function_keeps_its_name_its_doc_and_what_it_declares() -> N
     built = count_words(StageConfig())
     assert (built.name, built.reads, built.workers, built.max_attempts) == ("count_words", ("response_text",), 2, 5)
     assert (built.placement, built.__doc__, [c.name for c in built.writes]) == ("own", "Count.", ["n"])
+
+
+def test_the_update_comes_after_every_stage_that_does_not_read_what_it_writes() -> None:
+    from dataflow.config import load_config
+    from dataflow.run import _default_config
+    from stages.recipes import rl
+
+    config, _ = load_config(None, ['stages=[{use: "tests.dataflow.test_pipeline:Side"}]'], _default_config())
+    plans = rl.build(config).plans
+    assert "side" in plans["update"].depends_on
+    assert "update" not in plans["side"].depends_on
+
+
+class Side(Stage):
+    """A stage beside the road to the update."""
+
+    name = "side"
+    reads = ("response_text",)
+    writes = (Column("side", pa.int32()),)

@@ -74,6 +74,7 @@ OTHER_VALUES = {
     "model.path": "smollm2",
     "model.dtype": "bfloat16",
     "model.device": "cuda",
+    "model.gpu_share": "1",
     "rollout.n": "3",
     "rollout.temperature": "0.5",
     "rollout.top_p": "0.5",

@@ -130,3 +130,59 @@ def test_I01_tables_are_read_inside_a_running_event_loop(tmp_path: Path) -> None
         return int(view.table("train/000000").num_rows)
 
     assert asyncio.run(look()) == view.table("train/000000").num_rows == 30
+
+
+def test_B01_a_missing_baseline_stops_the_run_where_that_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(response, ground_truth):\n    return None\n")
+    code = main([*SMALL, f"run.dir={tmp_path}", f"reward.function={reward}:reward", "baseline.on_missing=fail"])
+    assert code == 1
+    assert "baseline.on_missing is 'fail'" in capsys.readouterr().err
+
+
+def test_a_unit_that_a_side_stage_drops_is_never_trained_on(tmp_path: Path) -> None:
+    stage = tmp_path / "side.py"
+    stage.write_text(
+        "import time\n"
+        "import pyarrow as pa\n"
+        "from dataflow import Column, Drop, stage\n\n"
+        "@stage(reads=['response_text'], writes=[Column('long_enough', pa.bool_())])\n"
+        "def side(batch):\n"
+        "    time.sleep(0.05)  # later than the road to the update would be\n"
+        "    return {'long_enough': [True if unit.session else Drop('first session') for unit in batch.units]}\n"
+    )
+    view = run(tmp_path, "side", f'stages=[{{use: "{stage}:side"}}]', "estimator=reinforce")
+    assert view.ledger()["settled"] == {"sampled dropped: first session": 12, "sampled trained": 36}
+    table = view.table("train/000000")
+    assert all(row["trained_version"] is None for row in table.to_pylist() if row["outcome"] != "trained")
+
+
+def test_C03_a_scorer_that_is_always_zero_trains_nothing_and_says_so(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def reward(response, ground_truth):\n    return 0.0\n")
+    view = run(tmp_path, "zero", "estimator=grpo", f"reward.function={reward}:reward")
+    assert view.metrics()["advantage/zero_group_share"].to_pylist() == [1.0, 1.0]
+    assert view.metrics()["loss/policy"].to_pylist() == [0.0, 0.0]
+
+
+def test_I04_each_unit_has_a_line_that_says_how_far_it_came_and_why_it_stopped(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def reward(response, ground_truth, *, prompt):\n"
+        "    if prompt == '11+21=':\n"
+        "        raise ValueError('no key')\n"
+        "    return 1.0\n"
+    )
+    data = tmp_path / "two.jsonl"
+    rows = [("11+21=", 32), ("12+22=", 34), ("1+1+1+1+1+1+1+1+1=", 9)]
+    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": t, "prompt_id": p}) + "\n" for p, t in rows))
+    view = run(tmp_path, "why", f"data.train={data}", f"reward.function={reward}:reward", "windows=1", "estimator=rloo")
+    lines = {row["uid"]: row for row in view.table("train/000000").to_pylist()}
+    assert lines["0-12+22="]["outcome"] == "trained"
+    assert lines["0-12+22="]["done"] == ["rollout", "reward", "advantage", "update"]
+    assert lines["0-11+21="]["outcome"] == "dropped: reward error"
+    assert "no key" in lines["0-11+21="]["reward_info"]
+    assert lines["0-1+1+1+1+1+1+1+1+1="]["outcome"] == "dropped: prompt too long"
+    assert lines["0-1+1+1+1+1+1+1+1+1="]["response_ids"] is None

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.batch import Tombstone, Unit
-from dataflow.errors import Drop
+from dataflow.errors import Drop, RunError
 from dataflow.testing import make_batch, run_stage
 from stages.baseline_join import BaselineJoin, BaselineJoinConfig
 
@@ -77,7 +77,7 @@ def test_a_sampled_tombstone_is_no_baseline_and_no_failure_of_one() -> None:
 
 
 def test_B01_a_missing_baseline_stops_the_run_where_that_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"no baseline for uid 'b': no greedy session; baseline\.on_missing is 'fail'"):
+    with pytest.raises(RunError, match=r"no baseline for uid 'b': no greedy session; baseline\.on_missing is 'fail'"):
         join([row("b", 1.0)], [greedy("a", 1.0)], on_missing="fail")
 
 
