@@ -89,7 +89,9 @@ def tiny_prompts() -> list[dict[str, str]]:
 
 def _fill(directory: Path) -> None:
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of floats in one order: the same bytes each time
     try:
