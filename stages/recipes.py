@@ -18,31 +18,21 @@ from stages.algorithms.catalog import ESTIMATORS
 from stages.datasets import prompts_path
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
+from stages.reward import RewardConfig
 from stages.rewards import resolve as resolve_reward
-from stages.source import windows_per_epoch
+from stages.rollout import SamplingConfig
+from stages.source import PromptConfig, windows_per_epoch
 from stages.training import TrainingConfig
 
 TOKEN_BYTES = 4 + 1 + 4 + 4 + 4  # response id, mask, log-probability, advantage, return
 ROW_BYTES = 2048  # keys, texts and scalars of one row, generously
 
 
-class DataSection(Section):
+class DataSection(PromptConfig, Section):
     """Prompts."""
 
     train: str | list[str] = "tiny"
     """Prompt files (.parquet, .jsonl), or a built-in data set: `tiny`, `arithmetic`."""
-    columns: dict[str, str] = {}
-    """What your files call the columns prompt, ground_truth, prompt_id and data_source."""
-    require_ground_truth: bool = True
-    """Refuse prompts without a right answer; set it to false for rewards that need none."""
-    prompts_per_window: int = Field(32, ge=1)
-    """Prompts per update; the last window of an epoch may have fewer."""
-    max_prompt_tokens: int = Field(256, ge=1)
-    """Longest prompt, in tokens."""
-    overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
-    """What happens to a longer prompt: drop it, keep its last or first tokens, or stop the run."""
-    shuffle: bool = True
-    """Whether each epoch has an order of its own, drawn from run.seed."""
 
 
 class ModelSection(Section):
@@ -58,50 +48,21 @@ class ModelSection(Section):
     """Share of a GPU that the learner takes, and each engine; 1 gives each a GPU of its own."""
 
 
-class RolloutSection(Section):
+class RolloutSection(SamplingConfig, Section):
     """Generation."""
 
     n: int = Field(8, ge=1)
     """Sampled sessions per prompt."""
-    temperature: float = Field(1.0, ge=0.01)
-    """Divides the logits of sampled sessions; at least 0.01, since a greedy policy has nothing to compare."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass; 1 is off. Below 1 the learner's probabilities are of another distribution than the engine's."""
-    top_k: int = -1
-    """Most likely tokens kept; -1 is off."""
-
-    @field_validator("top_k")
-    @classmethod
-    def _top_k(cls, value: int) -> int:
-        if value == 0 or value < -1:
-            raise ValueError(f"expected a count of tokens, or -1 for off, got {value}")
-        return value
-
-    max_tokens: int = Field(64, ge=1)
-    """Response budget, in tokens."""
-    max_sequences: int = Field(128, ge=1)
-    """Sequences decoded at one time."""
-    kv_cache_mib: int = Field(256, ge=1)
-    """Memory of the engine's key-value cache, in MiB."""
     replicas: int = Field(1, ge=1)
     """Engines."""
     deadline_s: float = Field(900.0, gt=0)
     """Longest time for the sessions of one claim, in seconds."""
     max_attempts: int = Field(2, ge=1)
     """Failures of one session before it is given up."""
-    probe_bound: float = Field(1e-3, gt=0)
-    """Largest accepted difference between learner and engine after a weight update, in nats."""
 
 
-class RewardSection(Section):
+class RewardSection(RewardConfig, Section):
     """The reward."""
-
-    function: str = "exact_match"
-    """A built-in name, `package.module:function`, or `file.py:function`."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of the function."""
-    semantics: Literal["trajectory", "step"] = "trajectory"
-    """`trajectory`: one reward per session. `step`: one per turn, added up."""
 
 
 class BaselineSection(Section):
@@ -227,15 +188,10 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             "source",
             "stages.source:Source",
             files=files,
-            columns=data.columns,
-            require_ground_truth=data.require_ground_truth,
             model=model,
-            prompts_per_window=data.prompts_per_window,
             rollout_n=rollout.n,
             greedy_baseline=config.greedy,
-            shuffle=data.shuffle,
-            max_prompt_tokens=data.max_prompt_tokens,
-            overlong=data.overlong,
+            **data.model_dump(exclude={"train"}),
         ),
         _spec(
             "rollout",
@@ -250,22 +206,10 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             dtype=config.model.dtype,
             device=config.model.device,
             gpu_share=config.model.gpu_share,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_tokens,
             max_model_len=data.max_prompt_tokens + rollout.max_tokens + 1,
-            max_sequences=rollout.max_sequences,
-            kv_cache_bytes=rollout.kv_cache_mib << 20,
-            probe_bound=rollout.probe_bound,
+            **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
-        _spec(
-            "reward",
-            "stages.reward:Reward",
-            function=config.reward.function,
-            options=config.reward.options,
-            semantics=config.reward.semantics,
-        ),
+        _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
         _spec("advantage", "stages.advantage:Advantage", estimator=config.estimator),
         _spec(
             "update",

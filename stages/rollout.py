@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dataflow.batch import Batch, Unit
 from dataflow.errors import RowError
@@ -22,35 +22,47 @@ from stages.text import load_tokenizer, response_text, stop_token_ids
 log = logging.getLogger(__name__)
 
 
-class RolloutConfig(StageConfig):
+class SamplingConfig(StageConfig):
+    """What a user sets of generation."""
+
+    temperature: float = Field(1.0, ge=0.01)
+    """Divides the logits of sampled sessions; at least 0.01, since a greedy policy has nothing to compare."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus mass; 1 is off. Below 1 the learner's probabilities are of another distribution than the engine's."""
+    top_k: int = -1
+    """Most likely tokens kept; -1 is off."""
+    max_tokens: int = Field(64, ge=1)
+    """Response budget, in tokens."""
+    max_sequences: int = Field(128, ge=1)
+    """Sequences decoded at one time."""
+    kv_cache_mib: int = Field(256, ge=1)
+    """Memory of the engine's key-value cache, in MiB."""
+    probe_bound: float = Field(1e-3, gt=0)
+    """Largest accepted difference between learner and engine after a weight update, in nats."""
+
+    @field_validator("top_k")
+    @classmethod
+    def _count_or_off(cls, value: int) -> int:
+        if value == 0 or value < -1:
+            raise ValueError(f"expected a count of tokens, or -1 for off, got {value}")
+        return value
+
+
+class RolloutConfig(SamplingConfig):
     """Options of rollout."""
 
     engine: str = "vllm"
     """`vllm`, `hf`, or an import path of an `Engine`."""
     model: str
-    """Model directory."""
+    """Model directory, or a hub id that is on this machine."""
     dtype: str = "float32"
     """float32 on a CPU, bfloat16 on a GPU."""
     device: str = "cpu"
     """cpu or cuda."""
     gpu_share: float = 0.5
     """Share of a GPU that one engine takes."""
-    temperature: float = Field(1.0, ge=0.01)
-    """Divides the logits of sampled sessions; the learner applies the same."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass of sampled sessions; 1 is off."""
-    top_k: int = -1
-    """Most likely tokens kept in sampled sessions; -1 is off."""
-    max_tokens: int = Field(64, ge=1)
-    """Response budget, in tokens."""
     max_model_len: int = 512
     """Longest prompt plus response, in tokens."""
-    max_sequences: int = 128
-    """Sequences decoded at one time."""
-    kv_cache_bytes: int = 256 << 20
-    """Memory of the key-value cache, in bytes."""
-    probe_bound: float = 1e-3
-    """Largest accepted difference between learner and engine on the probe, in nats."""
 
 
 def session_seed(run_seed: int, uid: str, session: int, turn: int) -> int:
@@ -119,7 +131,7 @@ class Rollout(Stage):
                 device=config.device,
                 max_model_len=config.max_model_len,
                 max_sequences=config.max_sequences,
-                kv_cache_bytes=config.kv_cache_bytes,
+                kv_cache_bytes=config.kv_cache_mib << 20,
                 probe_bound=config.probe_bound,
                 name=context.worker,
             ),

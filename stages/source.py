@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from dataflow.batch import Batch
 from dataflow.errors import ConfigError, Drop
@@ -22,29 +23,34 @@ log = logging.getLogger(__name__)
 TOO_LONG = "prompt too long"
 
 
-class SourceConfig(StageConfig):
+class PromptConfig(StageConfig):
+    """What a user sets of the prompts."""
+
+    columns: dict[str, str] = {}
+    """What your files call the columns prompt, ground_truth, prompt_id and data_source."""
+    require_ground_truth: bool = True
+    """Refuse prompts without a right answer; set it to false for rewards that need none."""
+    prompts_per_window: int = Field(32, ge=1)
+    """Prompts per update; the last window of an epoch may have fewer."""
+    max_prompt_tokens: int = Field(256, ge=1)
+    """Longest prompt, in tokens."""
+    overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
+    """What happens to a longer prompt: drop it, keep its last or first tokens, or stop the run."""
+    shuffle: bool = True
+    """Whether each epoch has an order of its own, drawn from run.seed."""
+
+
+class SourceConfig(PromptConfig):
     """Options of the source."""
 
     files: list[str]
     """Prompt files, .parquet or .jsonl."""
-    columns: dict[str, str] = {}
-    """What the file calls the columns prompt, ground_truth, prompt_id and data_source."""
-    require_ground_truth: bool = True
-    """Refuse prompts without a right answer."""
     model: str
-    """Directory of the model whose tokenizer and chat template are used."""
-    prompts_per_window: int
-    """Prompts in one window; the last window of an epoch has fewer if the data set is no multiple of it."""
+    """Model whose tokenizer and chat template are used: a directory, or a hub id that is on this machine."""
     rollout_n: int
     """Sampled sessions per prompt."""
     greedy_baseline: bool
     """Whether each uid gets a greedy row beside the sampled one."""
-    shuffle: bool = True
-    """Whether each epoch has an order of its own, drawn from the run's seed."""
-    max_prompt_tokens: int
-    """Longest prompt, in tokens."""
-    overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
-    """What happens to a longer prompt: drop it, keep its last or its first tokens, or stop the run."""
 
 
 class Source(Stage):
