@@ -257,6 +257,9 @@ class _Cluster:
         waiting = {self.coordinator.start.remote(): "coordinator and queue"}
         for name in self.members:
             waiting[self._spawn(name)] = name
+        for name, workers in self.members.items():
+            self.console.say(f"  starting process {name}: {', '.join(worker for worker, _ in workers)}")
+        self.console.say("  (each imports torch, and vLLM loads the model: expect a minute on two cores)")
         deadline = began + self.boot.config.cluster.start_timeout_s
         while waiting:
             done, _ = ray.wait(list(waiting), timeout=1.0)
@@ -327,6 +330,7 @@ class _Cluster:
         import ray
 
         began, limit = time.monotonic(), self.boot.config.cluster.start_timeout_s
+        self.console.say("  closing: the model is saved, the engine stops")
         while self.running:
             done, _ = ray.wait(list(self.running), timeout=1.0)
             for ref in done:

@@ -153,7 +153,7 @@ def load_config(path: Path | None, overrides: Sequence[str], default: Path) -> t
     from dataflow.stage import import_object
 
     data = _merge(path or default, overrides)
-    where = str(path or default)
+    where = str(path or "the built-in configuration") + (" with the command line's settings" if overrides else "")
     recipe = import_object(str(data.get("recipe", RunConfig.model_fields["recipe"].default)), f"{where}: recipe")
     if not isinstance(recipe, Recipe):
         raise ConfigError(f"{where}: recipe: {data['recipe']!r} is no dataflow Recipe")
@@ -212,13 +212,17 @@ def _dotted(loc: Sequence[int | str]) -> str:
 
 
 def _nearest(key: str, model: type[BaseModel]) -> str:
+    if "[" in key:  # inside a list of stages
+        known = list(StageEntry.model_fields)
+        close = difflib.get_close_matches(key.rpartition(".")[2], known, n=1)
+        return f"did you mean {close[0]!r}?" if close else f"known keys here: {', '.join(known)}"
     known = list(known_keys(model))
     flat = key.replace("-", ".").replace("_", ".")
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [name for name in known if name.replace("_", ".") == flat]
-    close = close or difflib.get_close_matches(
-        key.rpartition(".")[2], [name.rpartition(".")[2] for name in known], n=1, cutoff=0.7
-    )
+    if not close:
+        tails = {name.rpartition(".")[2]: name for name in known}
+        close = [tails[tail] for tail in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1, cutoff=0.7)]
     if close:
         return f"did you mean {close[0]!r}?"
     section = key.rpartition(".")[0]

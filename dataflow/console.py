@@ -69,6 +69,7 @@ class Console:
         self._started = time.monotonic()
         self._tracker = TensorBoard(run_dir / "tensorboard")
         self.last: Status | None = None
+        self._told_zero = False
 
     def __enter__(self) -> Console:
         self._progress.start()
@@ -127,8 +128,9 @@ class Console:
         text = json.dumps(ledger_record(self.last.ledger), indent=2) + "\n"
         (self._run_dir / "ledger.json").write_text(text, encoding="utf-8")
         self._ledger(self.last.ledger)
-        cause = irreproducible or _disturbance(self.last)
-        self.say(f"reproducible: no ({cause})" if cause else "reproducible: yes")
+        if self.last.finished:
+            cause = irreproducible or _disturbance(self.last)
+            self.say(f"reproducible: no ({cause})" if cause else "reproducible: yes")
 
     def _ledger(self, ledger: Ledger) -> None:
         self.say(f"ledger ({'balanced' if ledger.balanced else 'NOT BALANCED'})")
@@ -164,6 +166,9 @@ class Console:
         )
         self._tracker.on_window(record.index, metrics)
         self.say(line(record, metrics))
+        if metrics.get("reward/mean") == 0 and not self._told_zero:
+            self._told_zero = True
+            self.say("! every reward of this window is 0: do reward.function and the ground truths agree on the form?")
 
 
 def line(record: WindowRecord, metrics: Mapping[str, Any]) -> str:
@@ -200,7 +205,7 @@ def _disturbance(status: Status) -> str:
     for (kind, outcome), count in status.ledger.settled.items():
         if outcome.startswith(("dropped", "failed")):
             return f"{count} {kind} units {outcome}"
-    return "" if status.finished else "the run did not finish"
+    return ""
 
 
 def _busiest(status: Status) -> str:

@@ -50,6 +50,7 @@ from dataflow.events import (
     Settled,
     Stopped,
     Tick,
+    Warned,
     WindowClosed,
     WorkerDied,
     WorkerJoined,
@@ -106,6 +107,7 @@ class Coordinator:
         self._next_window = 0
         self._empty_in_a_row = 0
         self._serial = 0
+        self._told: set[str] = set()
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
             WorkerJoined: self._worker_joined,
@@ -118,6 +120,7 @@ class Coordinator:
             Failed: self._failed,
             Dropped: self._dropped,
             Stopped: self._stopped,
+            Warned: self._warned,
             Published: self._published,
             Tick: self._tick,
         }
@@ -186,6 +189,14 @@ class Coordinator:
 
     def _stopped(self, event: Stopped) -> None:
         self._halt(f"worker {event.worker} stopped the run: {event.reason}")
+
+    def _warned(self, event: Warned) -> None:
+        self._tell_once(event.message, event.message)
+
+    def _tell_once(self, subject: str, message: str) -> None:
+        if subject not in self._told:
+            self._told.add(subject)
+            self._alarm(message)
 
     def _published(self, event: Published) -> None:
         if self.weights is None or event.weights.version > self.weights.version:
@@ -422,6 +433,10 @@ class Coordinator:
         unit = cell.unit
         assert unit is not None
         self._settle_unit(unit, f"failed: {cell.stage}", error, cell.stage)
+        self._tell_once(
+            f"failed: {cell.stage}",
+            f"stage {cell.stage!r} gave up on {unit.identity.id}: {error} (told once; the journal has every reason)",
+        )
         self._end(cell, DEAD)
         self._kill_cells(unit)
 

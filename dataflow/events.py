@@ -142,6 +142,15 @@ class Stopped:
 
 
 @dataclass(frozen=True)
+class Warned:
+    """A stage has something to tell a person; each text is told once."""
+
+    worker: str
+    message: str
+    now: float
+
+
+@dataclass(frozen=True)
 class Published:
     """A learner published a policy version."""
 
@@ -167,6 +176,7 @@ Event = (
     | Failed
     | Dropped
     | Stopped
+    | Warned
     | Published
     | Tick
 )

@@ -13,6 +13,7 @@ import pyarrow as pa
 from dataflow.batch import Unit, address, prompt_key, row_key
 from dataflow.errors import ConfigError
 from dataflow.journal import ROWS, read_batches
+from schemas.column import Column
 
 IDENTITY = pa.schema(
     [
@@ -41,6 +42,13 @@ def connect(where: str | Path) -> RunView:
     return RunView(path)
 
 
+def write_columns(run_dir: Path, columns: Iterable[Column]) -> None:
+    """Note a run's columns, so that a table has them all from the first moment on."""
+    # Nullable in a table, whatever they are in the queue: a row may not have come so far.
+    schema = pa.schema([column.field.with_nullable(True) for column in columns])
+    (run_dir / "columns.arrow").write_bytes(schema.serialize().to_pybytes())
+
+
 @dataclass
 class _UnitLife:
     unit: Unit
@@ -66,7 +74,7 @@ class RunView:
         return sorted(names)
 
     def table(self, partition: str, columns: Sequence[str] | None = None) -> pa.Table:
-        """The rows of a window with every column that was written and accepted; null where there is none yet.
+        """The rows of a window with every column of the pipeline, as accepted; null where there is none yet.
 
         One line per trajectory row, in canonical order; a unit that has no rows yet, or that failed before it had
         any, has one line. `done` lists the stages that finished it, `outcome` and `reason` say how it left.
@@ -82,19 +90,14 @@ class RunView:
         lives = self._lives(window)
         keys = {row_key(life.unit, turn): (life, turn) for life in lives for turn in range(life.rows)}
         values: dict[str, dict[str, Any]] = {key: {} for key in keys}
-        types = dict[str, pa.DataType]()
         for stage, batch in self._written(window):
-            types |= {item.name: item.type for item in batch.schema if item.name not in _FIXED}
             for row in batch.to_pylist():
                 life = keys[row["__key__"]][0] if row["__key__"] in keys else None
                 if life is not None and row["__address__"] == address(row["__key__"], life.accepted.get(stage, -1)):
                     values[row["__key__"]].update({name: row[name] for name in row if name not in _FIXED})
         records = [_identity(life, turn) | life.prompt | values[key] for key, (life, turn) in keys.items()]
-        schema = [
-            *IDENTITY,
-            *(pa.field(n, t) for n, t in (self._prompt_types() | types).items() if n not in IDENTITY.names),
-        ]
-        table = pa.Table.from_pylist(records, schema=pa.schema(schema))
+        fields = [*IDENTITY, *(item for item in self._columns() if item.name not in IDENTITY.names)]
+        table = pa.Table.from_pylist(records, schema=pa.schema(fields))
         return table if columns is None else self._chosen(table, columns)
 
     def ledger(self) -> dict[str, Any]:
@@ -167,11 +170,8 @@ class RunView:
         else:
             life.outcome, life.reason = event["outcome"], event["reason"]
 
-    def _prompt_types(self) -> dict[str, pa.DataType]:
-        first = next(iter(self._batches("source")), None)
-        if first is None:
-            return {}
-        return {item.name: item.type for item in first.schema if item.name not in _FIXED}
+    def _columns(self) -> pa.Schema:
+        return pa.ipc.read_schema(pa.py_buffer((self.path / "columns.arrow").read_bytes()))
 
     @staticmethod
     def _chosen(table: pa.Table, columns: Sequence[str]) -> pa.Table:

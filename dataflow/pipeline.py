@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dataflow.errors import ConfigError
-from dataflow.stage import Granularity, Stage, import_object
+from dataflow.stage import Granularity, Stage, check_declaration, import_object
 from schemas.catalog import is_reserved
 from schemas.column import Column
 
@@ -78,21 +78,25 @@ class StageSpec:
         try:
             built: Stage = cls(cls.Config.model_validate(dict(self.options)))
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(str(part) for part in first["loc"])
-            known = ", ".join(cls.Config.model_fields) or "none"
-            raise ConfigError(
-                f"{where}.options.{key}: {first['msg']}; the options of {built_name(cls)} are: {known}"
-            ) from error
+            raise ConfigError(self._wrong_option(cls, error)) from error
         for name, value in self.settings.items():
             if value is not None:
                 setattr(built, name, value)
+        check_declaration(built.name, built.reads, built.writes)
         return built
 
-
-def built_name(cls: type[Stage]) -> str:
-    """Name under which a stage class appears in errors."""
-    return cls.name or cls.__name__
+    def _wrong_option(self, cls: type[Stage], error: ValidationError) -> str:
+        """The first unknown option, else the first wrong one."""
+        problems = sorted(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        key = ".".join(str(part) for part in problems[0]["loc"])
+        known = list(cls.Config.model_fields)
+        if problems[0]["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1)
+            what = "unknown option" + (f"; did you mean {near[0]!r}?" if near else "")
+        else:
+            what = problems[0]["msg"]
+        where, name = self.where or self.use, cls.name or cls.__name__
+        return f"{where}.options.{key}: {what}; the options of {name} are: {', '.join(known) or 'none'}"
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,8 @@ def _make_run_dir(config: RunConfig, pipeline: Pipeline) -> Path:
     """Make RUNS/NAME, or RUNS/NAME-2 and so on if it is taken: no run overwrites another."""
     from omegaconf import OmegaConf
 
+    from dataflow.inspect import write_columns
+
     parent = Path(config.run.dir).expanduser().resolve()
     parent.mkdir(parents=True, exist_ok=True)
     number = 1
@@ -199,6 +201,7 @@ def _make_run_dir(config: RunConfig, pipeline: Pipeline) -> Path:
     resolved = OmegaConf.create(config.model_dump(mode="json"))
     (path / "config.yaml").write_text(OmegaConf.to_yaml(resolved), encoding="utf-8")
     (path / "pipeline.txt").write_text(pipeline.render() + "\n", encoding="utf-8")
+    write_columns(path, pipeline.columns.values())
     return path
 
 

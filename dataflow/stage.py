@@ -132,6 +132,7 @@ def stage(
     """Turn a function of a batch into a stage. The arguments are the attributes of `Stage`."""
 
     def decorate(function: Callable[[Batch], Any]) -> type[Stage]:
+        check_declaration(name or function.__name__, reads, writes)
         attributes = {
             "name": name or function.__name__,
             "reads": tuple(reads),
@@ -151,6 +152,45 @@ def stage(
     return decorate
 
 
+def check_columns(stage_: Stage, columns: Any, rows: int | None = None) -> None:
+    """Check what a stage returned against what it declares.
+
+    Args:
+        stage_: The stage.
+        columns: What its `process` returned.
+        rows: How many values each column must have; None is any number.
+
+    Raises:
+        TypeError: If it is no mapping.
+        ValueError: Names the columns that are missing or not declared, or the column of another length.
+    """
+    if not isinstance(columns, Mapping):
+        raise TypeError(f"stage {stage_.name!r} returned {type(columns).__name__}; expected a dict of columns")
+    declared = {column.name for column in stage_.writes}
+    if set(columns) != declared:
+        extra, lacking = sorted(set(columns) - declared), sorted(declared - set(columns))
+        raise ValueError(
+            f"stage {stage_.name!r} must return exactly the columns it declares in writes; "
+            f"not declared: {extra or 'none'}, not returned: {lacking or 'none'}"
+        )
+    for name, values in columns.items():
+        if rows is not None and len(values) != rows:
+            raise ValueError(f"stage {stage_.name!r} returned {len(values)} values of column {name!r} for {rows} rows")
+
+
+def check_declaration(name: str, reads: Any, writes: Any) -> None:
+    """Check what a stage declares.
+
+    Raises:
+        ConfigError: If `reads` is no list of names, or `writes` no list of columns.
+    """
+    if isinstance(reads, str) or not all(isinstance(column, str) for column in reads):
+        raise ConfigError(f"stage {name!r}: reads is a list of column names, such as ['reward']; got {reads!r}")
+    for column in writes:
+        if not isinstance(column, Column):
+            raise ConfigError(f"stage {name!r}: writes is a list of dataflow.Column; got {column!r}")
+
+
 def import_object(path: str, what: str) -> Any:
     """Import `package.module:name` or `folder/file.py:name`.
 
@@ -167,10 +207,13 @@ def import_object(path: str, what: str) -> Any:
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as error:  # importing runs the user's code, which may raise anything
-        raise ConfigError(
-            f"{what}: {place!r} cannot be imported: {type(error).__name__}: {error}. Python looks in the current "
-            "folder and in the installed packages; a file can be named directly, as 'folder/file.py:name'"
-        ) from error
+        advice = ""
+        if isinstance(error, FileNotFoundError | ModuleNotFoundError):
+            advice = (
+                ". Python looks in the current folder and in the installed packages; a file can be named directly, as "
+                "'folder/file.py:name'"
+            )
+        raise ConfigError(f"{what}: {place!r} cannot be imported: {type(error).__name__}: {error}{advice}") from error
     if not hasattr(module, attribute):
         offered = ", ".join(name for name in vars(module) if not name.startswith("_"))
         raise ConfigError(f"{what}: {place!r} has no {attribute!r}; it has: {offered}")

@@ -11,7 +11,7 @@ from typing import Any
 from dataflow.batch import Batch, Unit, prompt_key
 from dataflow.errors import Drop, RowError
 from dataflow.queue import MemoryQueue
-from dataflow.stage import Stage, StageContext
+from dataflow.stage import Stage, StageContext, check_columns
 from schemas.column import to_values
 
 __all__ = ["MemoryQueue", "make_batch", "run_stage"]
@@ -62,9 +62,9 @@ def run_stage(
         Exception: Whatever the stage raises; ColumnError if a value does not fit its column.
     """
     built = stage(stage.Config()) if isinstance(stage, type) else stage
-    batch = make_batch(rows)
+    batch = _declared(built, make_batch(rows))
     if baseline is not None:
-        batch.baseline = make_batch(baseline)
+        batch.baseline = _declared(built, make_batch(baseline))
 
     async def run() -> Any:
         prepared = built.setup(StageContext("test", Path("."), f"{built.name}-0", seed))
@@ -74,6 +74,7 @@ def run_stage(
         return await result if inspect.isawaitable(result) else result
 
     columns = asyncio.run(run())
+    check_columns(built, columns, len(batch))
     written: list[dict[str, Any]] = [{} for _ in rows]
     for column in built.writes:
         values = list(columns[column.name])
@@ -84,3 +85,9 @@ def run_stage(
         for place, value in zip(kept, cast, strict=True):
             written[place][column.name] = value
     return written
+
+
+def _declared(stage: Stage, batch: Batch) -> Batch:
+    """Keep the columns that the stage declares in `reads`: it sees no others in a run."""
+    batch.columns = {name: batch.columns[name] for name in stage.reads if name in batch.columns}
+    return batch

@@ -21,17 +21,28 @@ import pyarrow as pa
 
 from dataflow.batch import Batch, Unit, address, prompt_key, row_key
 from dataflow.errors import DataflowError, Drop, QueueError, RowError, RunError, WorkerBroken
-from dataflow.events import Acknowledged, Admitted, Claim, ClaimedUnit, Dropped, Failed, Prompt, Published, Stopped
+from dataflow.events import (
+    Acknowledged,
+    Admitted,
+    Claim,
+    ClaimedUnit,
+    Dropped,
+    Failed,
+    Prompt,
+    Published,
+    Stopped,
+    Warned,
+)
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
 from dataflow.queue import Queue
-from dataflow.stage import Outcome, Stage, StageContext, is_streaming
+from dataflow.stage import Outcome, Stage, StageContext, check_columns, is_streaming
 from schemas.column import ColumnError, to_values
 
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, tuple[float, float]]
-Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Published
+Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Warned | Published
 
 
 class Stop(Exception):
@@ -356,14 +367,7 @@ class Worker:
         self, claim: Claim, batch: Batch, columns: Any, units: Sequence[ClaimedUnit] | None = None
     ) -> list[_Result]:
         """Cut a batch's columns into units, and check names and lengths."""
-        if not isinstance(columns, Mapping):
-            raise TypeError(f"stage {self.stage.name!r} returned {type(columns).__name__}; expected a dict of columns")
-        self._check_names(columns)
-        for name, values in columns.items():
-            if len(values) != len(batch):
-                raise ValueError(
-                    f"stage {self.stage.name!r} returned {len(values)} values of column {name!r} for {len(batch)} rows"
-                )
+        check_columns(self.stage, columns, len(batch))
         by_id = {unit.unit.id: unit for unit in (claim.units if units is None else units)}
         results = []
         for unit, rows in batch.sessions():
@@ -373,15 +377,6 @@ class Worker:
                 self._checked(by_id[unit.id], part)  # a bad value fails the whole group: its rest is another group
             results.append(_Result(by_id[unit.id], marks[0] if marks else part))
         return results
-
-    def _check_names(self, columns: Mapping[str, Any]) -> None:
-        declared = {column.name for column in self.stage.writes}
-        if set(columns) != declared:
-            extra, lacking = sorted(set(columns) - declared), sorted(declared - set(columns))
-            raise ValueError(
-                f"stage {self.stage.name!r} must return exactly the columns it declares in writes; "
-                f"not declared: {extra or 'none'}, not returned: {lacking or 'none'}"
-            )
 
     async def _write(self, claim: Claim, results: Sequence[_Result], batch: Batch) -> None:
         """Write, journal and acknowledge the units that succeeded; report the others."""
@@ -406,12 +401,14 @@ class Worker:
         if batch.published is not None:
             reports.insert(0, Published(batch.published, 0.0))
             batch.published = None
+        reports += [Warned(self.name, message, 0.0) for message in batch.warnings]
+        batch.warnings = []
         metrics, batch.metrics = batch.metrics, {}
         await self._control.report(reports, metrics, claim.window)
 
     def _checked(self, unit: ClaimedUnit, columns: Mapping[str, Sequence[Any]]) -> tuple[dict[str, Any], int]:
         """Cast one unit's columns; the error of a bad value names its row."""
-        self._check_names(columns)
+        check_columns(self.stage, columns)
         counts = {len(values) for values in columns.values()}
         if len(counts) > 1 or (not self.stage.expands and counts and counts != {unit.rows}):
             raise ValueError(

@@ -20,7 +20,7 @@ from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
 from stages.reward import RewardConfig
 from stages.rewards import resolve as resolve_reward
-from stages.rollout import SamplingConfig
+from stages.rollout import ENGINES, SamplingConfig
 from stages.source import PromptConfig, windows_per_epoch
 from stages.training import TrainingConfig
 
@@ -105,6 +105,11 @@ class RLConfig(RunConfig):
     @classmethod
     def _known_estimator(cls, value: str) -> str:
         return known(value, ESTIMATORS, "estimators")
+
+    @field_validator("engine")
+    @classmethod
+    def _known_engine(cls, value: str) -> str:
+        return value if ":" in value else known(value, ENGINES, "engines")
 
     @model_validator(mode="after")
     def _consistent(self) -> RLConfig:

@@ -61,6 +61,9 @@ class Reward(Stage):
         kind = "reward/greedy" if unit.is_baseline else "reward"
         known = [one.reward for one in scored if one.reward is not None]
         batch.report({f"{kind}/not_ok_share": len(known) < len(scored)}, 1)
+        for one in scored:
+            if one.status in ("error", "timeout"):
+                batch.warn(f"reward {self.config.function!r}: {one.status}: {one.info.get('error', 'no reason given')}")
         if len(known) == len(scored) and scored:
             batch.report({f"{kind}/mean": sum(known) if self.config.semantics == "step" else known[-1]}, 1)
 

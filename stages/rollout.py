@@ -21,6 +21,8 @@ from stages.text import load_tokenizer, response_text, stop_token_ids
 
 log = logging.getLogger(__name__)
 
+ENGINES = {"vllm": "stages.engines.vllm:VllmEngine", "hf": "stages.engines.hf:HfEngine"}
+
 
 class SamplingConfig(StageConfig):
     """What a user sets of generation."""
@@ -75,8 +77,7 @@ def make_engine(kind: str, config: EngineConfig) -> Engine:
     """Make an engine by name or import path; imports nothing heavy before its `start`."""
     from dataflow.stage import import_object
 
-    known = {"vllm": "stages.engines.vllm:VllmEngine", "hf": "stages.engines.hf:HfEngine"}
-    engine: Engine = import_object(known.get(kind, kind), "engine")(config)
+    engine: Engine = import_object(ENGINES.get(kind, kind), "engine")(config)
     return engine
 
 

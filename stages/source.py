@@ -96,6 +96,13 @@ class Source(Stage):
         except PromptFileError as error:
             raise ConfigError(str(error)) from error
         self._tokenizer = load_tokenizer(local_model(self.config.model))
+        if not getattr(self._tokenizer, "chat_template", None):
+            for row, record in enumerate(self._records):
+                if not isinstance(record.prompt, str):
+                    raise ConfigError(
+                        f"data.train: prompt {row} (id {record.prompt_id!r}) is a list of messages, but the tokenizer "
+                        f"of {self.config.model} has no chat template; give text, or choose a chat model"
+                    )
         if self.config.overlong == "error":
             for row, record in enumerate(self._records):
                 self._encode(record, row)

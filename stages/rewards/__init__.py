@@ -19,6 +19,10 @@ BUILTIN: dict[str, str] = {
 }
 
 
+CONTEXT = ("prompt", "data_source", "extra")
+"""What a reward function may ask for beside the response and the ground truth, by naming it."""
+
+
 def resolve(name: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Turn a name from a config into a reward function.
 
@@ -33,6 +37,7 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Callable[...
         ConfigError: If there is no such function, or it has no such option. Names what is known.
     """
     function = _imported(BUILTIN.get(name, name), name)
+    _check_signature(name, function, options or {})
     if not options:
         return function
     parameters = inspect.signature(function).parameters
@@ -60,3 +65,21 @@ def _imported(target: str, name: str) -> Callable[..., Any]:
         )
     found: Callable[..., Any] = function
     return found
+
+
+def _check_signature(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse a function that could never be called: it must take a response and a ground truth, and need no more."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [
+        p.name for p in parameters[2:] if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    unknown = [argument for argument in needed if argument not in {*CONTEXT, *options}]
+    if unknown or (len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in positional)):
+        raise ConfigError(
+            f"reward {name!r}: a reward is called as function(response, ground_truth) and may name "
+            f"{', '.join(CONTEXT)} and its options besides; its signature is {inspect.signature(function)}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -68,7 +69,9 @@ def test_greedy_rows_are_recorded_as_greedy_and_never_trained_on(tmp_path: Path)
     assert sampled["trained_version"].null_count == 0
 
 
-def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
         "def reward(response, ground_truth, *, prompt):\n"
@@ -81,6 +84,8 @@ def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(tmp
     assert settled["sampled dropped: missing baseline: greedy reward is not ok"] > 0
     assert settled["sampled trained"] > 0
     assert view.ledger()["balanced"]
+    printed = capsys.readouterr().out
+    assert printed.count("error: ValueError: cannot grade 1") == len(set(re.findall("cannot grade 1.*", printed)))
     bad = view.table("train/000000", ["reward", "reward_status", "reward_info"])
     bad = bad.filter(pc.equal(bad["reward_status"], "error"))
     assert bad["reward"].null_count == bad.num_rows
@@ -186,3 +191,68 @@ def test_I04_each_unit_has_a_line_that_says_how_far_it_came_and_why_it_stopped(t
     assert "no key" in lines["0-11+21="]["reward_info"]
     assert lines["0-1+1+1+1+1+1+1+1+1="]["outcome"] == "dropped: prompt too long"
     assert lines["0-1+1+1+1+1+1+1+1+1="]["response_ids"] is None
+
+
+def test_a_table_has_every_column_from_the_first_moment_on(tmp_path: Path, prompts: Path) -> None:
+    stage = tmp_path / "look.py"
+    stage.write_text(
+        "import pyarrow as pa\n"
+        "from pathlib import Path\n"
+        "from dataflow import Column, Stage, connect\n\n"
+        "class Look(Stage):\n"
+        "    name = 'look'\n"
+        "    reads = ('response_text',)\n"
+        "    writes = (Column('columns_seen', pa.int32()),)\n"
+        "    def setup(self, context):\n"
+        "        self.run_dir = context.run_dir\n"
+        "    def process(self, batch):\n"
+        "        table = connect(self.run_dir).table(batch.window)\n"
+        "        assert table['trained_version'].null_count == table.num_rows\n"
+        "        return {'columns_seen': [table.num_columns] * len(batch)}\n"
+    )
+    view = run(tmp_path, "look", f"data.train={prompts}", f'stages=[{{use: "{stage}:Look"}}]', "windows=1")
+    table = view.table("train/000000")
+    assert set(table["columns_seen"].to_pylist()) == {table.num_columns}
+    assert view.ledger()["settled"] == {"sampled trained": 24, "baseline used as baseline": 6}
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("lr=1", "did you mean 'update.lr'?"),
+        ("engine=vlm", "did you mean 'vllm'?"),
+        ('stages=[{use: "a.py:f", batchrows: 3}]', "did you mean 'batch_rows'?"),
+        ("reward.function=builtins:len", "called as function(response, ground_truth)"),
+        ("run.name=a/b", "run.name"),
+        ("model.path=./nothing", "there is no directory './nothing'"),
+        ("queue.timeout_s=-1", "queue.timeout_s"),
+    ],
+)
+def test_C01_what_is_mistyped_is_refused_with_what_was_meant(
+    argument: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--check", argument]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_stage_whose_declaration_is_no_list_of_columns_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = tmp_path / "bad.py"
+    stage.write_text(
+        "from dataflow import stage\n\n"
+        "@stage(reads='response_text', writes=[])\ndef one(batch):\n    return {}\n\n"
+        "@stage(reads=[], writes=['c'])\ndef two(batch):\n    return {}\n"
+    )
+    for name, said in (("one", "reads is a list of column names"), ("two", "writes is a list of dataflow.Column")):
+        assert main(["--check", f'stages=[{{use: "{stage}:{name}"}}]']) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_D08_messages_for_a_model_without_a_chat_template_are_refused_before_the_first_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "chat.jsonl"
+    data.write_text(json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "ground_truth": 2}) + "\n")
+    assert main([*SMALL, f"run.dir={tmp_path}", f"data.train={data}"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
