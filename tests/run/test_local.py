@@ -235,18 +235,20 @@ def test_C01_what_is_mistyped_is_refused_with_what_was_meant(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("declared", "said"),
+    [
+        ("reads='response_text', writes=[]", "reads is a list of column names"),
+        ("reads=[], writes=['c']", "writes is a list of dataflow.Column"),
+    ],
+)
 def test_a_stage_whose_declaration_is_no_list_of_columns_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], declared: str, said: str
 ) -> None:
     stage = tmp_path / "bad.py"
-    stage.write_text(
-        "from dataflow import stage\n\n"
-        "@stage(reads='response_text', writes=[])\ndef one(batch):\n    return {}\n\n"
-        "@stage(reads=[], writes=['c'])\ndef two(batch):\n    return {}\n"
-    )
-    for name, said in (("one", "reads is a list of column names"), ("two", "writes is a list of dataflow.Column")):
-        assert main(["--check", f'stages=[{{use: "{stage}:{name}"}}]']) == 2
-        assert said in capsys.readouterr().err
+    stage.write_text(f"from dataflow import stage\n\n@stage({declared})\ndef bad(batch):\n    return {{}}\n")
+    assert main(["--check", f'stages=[{{use: "{stage}:bad"}}]']) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_D08_messages_for_a_model_without_a_chat_template_are_refused_before_the_first_window(
