@@ -92,20 +92,6 @@ class PromptSummary:
     files: tuple[str, ...]
     columns_found: tuple[str, ...]
 
-    def windows(self, prompts_per_window: int) -> tuple[int, ...]:
-        """Number of prompts in each window of one epoch.
-
-        No prompt is left out: the last window of an epoch is smaller, and a data set smaller than a
-        window is one window of what there is. There is always at least one.
-
-        Raises:
-            ValueError: If `prompts_per_window` is below 1.
-        """
-        if prompts_per_window < 1:
-            raise ValueError(f"a window holds at least 1 prompt, got {prompts_per_window}")
-        full, rest = divmod(self.rows, prompts_per_window)
-        return (prompts_per_window,) * full + ((rest,) if rest else ())
-
 
 def read_prompts(
     paths: Sequence[str | Path], columns: PromptColumns, *, require_ground_truth: bool

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
 from dataflow.batch import Batch, Unit
 from dataflow.errors import Drop
@@ -21,8 +20,6 @@ class AdvantageConfig(StageConfig):
 
     estimator: str = "remax"
     """Name of an estimator in `stages.algorithms.catalog`."""
-    min_group: int | None = Field(None, ge=1)
-    """Fewest surviving sessions of a uid that may be used; default as the estimator says."""
 
 
 class Advantage(Stage):
@@ -42,7 +39,7 @@ class Advantage(Stage):
         super().__init__(config)
         self._needs = needs = ESTIMATORS[config.estimator]
         self.granularity = needs.granularity
-        self.min_group = config.min_group or needs.min_group
+        self.min_group = needs.min_group
         self.reads = (
             "response_mask",
             "reward",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,22 +140,6 @@ def test_whatever_jsonl_can_say_comes_back_as_it_was(
     golds = [json.loads(record.ground_truth or "") for record in records]
     assert golds == [gold for _, gold in rows]
     assert [type(gold) for gold in golds] == [type(gold) for _, gold in rows]
-
-
-# D01, fewer rows than the batch
-
-
-@pytest.mark.parametrize(("rows", "size", "windows"), [(3, 8, (3,)), (10, 4, (4, 4, 2)), (8, 4, (4, 4)), (1, 1, (1,))])
-def test_D01_every_prompt_falls_into_a_window_and_there_is_at_least_one(
-    tmp_path: Path, rows: int, size: int, windows: Sequence[int]
-) -> None:
-    path = jsonl(tmp_path, *({"prompt": f"q{i}"} for i in range(rows)))
-    assert check_prompts([path], DEFAULT, require_ground_truth=False).windows(size) == windows
-
-
-def test_D01_a_window_of_no_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 1 prompt, got 0"):
-        PromptSummary(3, (), ()).windows(0)
 
 
 # D02, a required column is absent

@@ -192,10 +192,6 @@ def test_what_the_stage_waits_for_follows_from_the_estimator(estimator: str, gra
     assert ("baseline" in built.reads) == (estimator == "remax")
 
 
-def test_min_group_can_be_raised() -> None:
-    assert advantages("rloo", rows_of(a=[1, 0], b=[1, 0, 0]), min_group=3)[:2] == ["partial group"] * 2
-
-
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @given(data=st.data())
 def test_A06_any_order_of_sessions_gives_each_the_same_advantage(estimator: str, data: st.DataObject) -> None:
