@@ -944,3 +944,17 @@ def test_a_stage_can_stop_the_run_on_purpose() -> None:
     run = drive(remax())
     run.send(Stopped("join-0", "no baseline", 0.0))
     assert [halt.reason for halt in run.of(Halt)] == ["worker join-0 stopped the run: no baseline"]
+
+
+def test_Q09_a_group_is_of_one_uid_whatever_the_order_in_which_its_rows_were_written() -> None:
+    advantage = StagePlan("advantage", ("reward",), "group", kinds=SAMPLED, max_units=2, min_group=2)
+    run = drive(plans(source(), rollout(), reward(), advantage, update("advantage")), windows=2)
+    for window in range(2):  # the second time the first window's rows are cleared
+        run.admit(Prompt("u1", 2, False), Prompt("u2", 2, False))
+        run.work("rollout-0")
+        graded = run.claim("reward-0")
+        for uid, session in (("u1", 0), ("u2", 0), ("u1", 1), ("u2", 1)):
+            run.acknowledge("reward-0", graded, {key(uid, session, window)})
+        assert ids(run.work("advantage-0")) == [key("u1", 0, window), key("u1", 1, window)]
+        assert ids(run.work("advantage-0")) == [key("u2", 0, window), key("u2", 1, window)]
+        run.work("update-0")
