@@ -6,6 +6,7 @@ The only importer of ray. The driver itself imports neither torch nor the queue.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -54,11 +55,10 @@ class _CoordinatorActor:
         self._ready = asyncio.Event()
         self._queue: Any = None
 
-    async def start(self) -> float:
-        """Start the queue and the state machine; returns the seconds it took."""
+    async def start(self) -> int:
+        """Start the queue and the state machine; returns the process id."""
         from dataflow import tq
 
-        started = time.monotonic()
         boot = self._boot
         await asyncio.to_thread(tq.start, boot.config.queue.storage_units)
         self._queue = await asyncio.to_thread(
@@ -69,7 +69,7 @@ class _CoordinatorActor:
         self._service = CoordinatorService(coordinator, self._queue.clear, boot.run_dir / "journal")
         self._ticks = asyncio.create_task(self._service.tick_forever())
         self._ready.set()
-        return time.monotonic() - started
+        return os.getpid()
 
     async def ready(self) -> None:
         """Wait until `start` has finished."""
@@ -150,9 +150,8 @@ class _ProcessActor:
         self._coordinator = coordinator
         self._workers: list[Worker] = []
 
-    async def start(self) -> float:
-        """Set the stages up, wait for the queue and attach to it; returns the seconds it took."""
-        started = time.monotonic()
+    async def start(self) -> int:
+        """Set the stages up, wait for the queue and attach to it; returns the process id."""
         boot, journal = self._boot, self._boot.run_dir / "journal"
         control = _RemoteControl(self._coordinator)
         beat = boot.config.limits.heartbeat_s
@@ -166,10 +165,6 @@ class _ProcessActor:
             await worker.setup()
         await self._coordinator.ready.remote()
         await asyncio.to_thread(queue.attach, boot)
-        return time.monotonic() - started
-
-    async def pid(self) -> int:
-        """The process id."""
         return os.getpid()
 
     async def run(self) -> None:
@@ -246,6 +241,7 @@ class _Cluster:
         self.running: dict[Any, str] = {}
         self.restarts: dict[str, int] = {}
         self.restarting: dict[str, float] = {}
+        self.pids: dict[str, int] = {}
         self.members = boot.pipeline.processes()
 
     def start(self) -> None:
@@ -266,18 +262,18 @@ class _Cluster:
             for ref in done:
                 name = waiting.pop(ref)
                 try:
-                    ray.get(ref)
+                    pid = ray.get(ref)
                 except ray.exceptions.RayError as error:
                     if isinstance(cause := getattr(error, "cause", None), ConfigError):
                         raise cause from None
                     raise RunError(f"{name} did not come up: {_cause(error)}") from error
+                self._note_pid(name, pid)
                 self.console.phase_done(f"{name} is up", time.monotonic() - began)
             if waiting and time.monotonic() > deadline:
                 raise RunError(
                     f"still not up after {self.boot.config.cluster.start_timeout_s:g} s: {', '.join(waiting.values())} "
                     f"(cluster.start_timeout_s sets the limit; logs are in {self.boot.run_dir / 'logs'})"
                 )
-        self._note_pids()
         for name in self.members:
             self.running[self.processes[name].run.remote()] = name
 
@@ -289,14 +285,10 @@ class _Cluster:
         self.processes[name] = actor.remote(self.boot, name, self.members[name], self.coordinator)
         return self.processes[name].start.remote()
 
-    def _note_pids(self) -> None:
-        """Write the workers' process ids to the run directory: for a debugger, and for tests that kill one."""
-        import json
-
-        import ray
-
-        pids = {name: ray.get(actor.pid.remote(), timeout=30) for name, actor in self.processes.items()}
-        (self.boot.run_dir / "processes.json").write_text(json.dumps(pids, indent=2) + "\n")
+    def _note_pid(self, name: str, pid: int) -> None:
+        """Write a process id to the run directory: for a debugger, and for tests that kill one."""
+        self.pids[name] = pid
+        (self.boot.run_dir / "processes.json").write_text(json.dumps(self.pids, indent=2) + "\n")
 
     def watch(self) -> Status:
         """Show progress, and restart what dies, until the run is over.
@@ -331,6 +323,8 @@ class _Cluster:
 
         began, limit = time.monotonic(), self.boot.config.cluster.start_timeout_s
         self.console.say("  closing: the model is saved, the engine stops")
+        # A process that was being started again has nothing to close.
+        self.running = {ref: name for ref, name in self.running.items() if name not in self.restarting}
         while self.running:
             done, _ = ray.wait(list(self.running), timeout=1.0)
             for ref in done:
@@ -362,7 +356,7 @@ class _Cluster:
 
         name = self.running.pop(ref)
         try:
-            ray.get(ref)
+            pid = ray.get(ref)
         except ray.exceptions.RayError as error:
             if isinstance(getattr(error, "cause", None), QueueError):
                 raise RunError(f"process {name} lost the queue: {_cause(error)}; what was in it is gone") from error
@@ -370,7 +364,7 @@ class _Cluster:
             return
         if name in self.restarting:
             del self.restarting[name]
-            self._note_pids()
+            self._note_pid(name, pid)
             self.running[self.processes[name].run.remote()] = name
             self.console.say(f"! process {name} is back")
 
