@@ -80,7 +80,7 @@ class Batch:
         oldest_loaded: Oldest policy version that an engine still holds; files before it can go.
         metrics: Name -> (weighted sum, weight) of what the stage reports; see `report`.
         published: What the stage published; see `publish`.
-        warnings: What a person should read; see `warn`.
+        warnings: Subject -> what a person should read; see `warn`.
     """
 
     columns: dict[str, list[Any]]
@@ -94,7 +94,7 @@ class Batch:
     oldest_loaded: int = 0
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     published: WeightsRef | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: dict[str, str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.units)
@@ -141,9 +141,9 @@ class Batch:
             total, weights = self.metrics.get(name, (0.0, 0.0))
             self.metrics[name] = (total + float(value) * weight, weights + weight)
 
-    def warn(self, message: str) -> None:
-        """Tell the person at the terminal something; each text is shown once in a run."""
-        self.warnings.append(message)
+    def warn(self, subject: str, message: str) -> None:
+        """Tell the person at the terminal something; the first message on a subject is shown, once in a run."""
+        self.warnings.setdefault(subject, message)
 
     def publish(self, weights: WeightsRef) -> None:
         """Publish a policy version; it is announced when the batch is acknowledged."""

@@ -191,7 +191,7 @@ class Coordinator:
         self._halt(f"worker {event.worker} stopped the run: {event.reason}")
 
     def _warned(self, event: Warned) -> None:
-        self._tell_once(event.message, event.message)
+        self._tell_once(event.subject, event.message)
 
     def _tell_once(self, subject: str, message: str) -> None:
         if subject not in self._told:

@@ -143,9 +143,10 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Warned:
-    """A stage has something to tell a person; each text is told once."""
+    """A stage has something to tell a person; the first message on a subject is told."""
 
     worker: str
+    subject: str
     message: str
     now: float
 

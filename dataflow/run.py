@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from dataflow.config import RunConfig, known_keys, load_config
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.pipeline import Pipeline
 
+EXIT_S = 2.0
 EXAMPLES = """\
 examples:
   python -m dataflow.run                                  the tiny model, ReMax, a few minutes on a CPU
@@ -209,7 +211,16 @@ def _entry() -> NoReturn:
     # Also where a shell in the background has made us ignore it: an interrupt is the way to end a run in order.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    sys.exit(main())
+    code = main()
+    # A stage that hangs in a thread must not keep the process: Python would wait for it for ever.
+    deadline = time.monotonic() + EXIT_S
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                print(f"left hanging: thread {thread.name}", file=sys.stderr, flush=True)
+                os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

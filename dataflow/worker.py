@@ -135,6 +135,7 @@ class Worker:
             # Before `close`: what a closed stage raises for the other claims says nothing about their units.
             await asyncio.gather(beats, *loops, return_exceptions=True)
             await _maybe_await(self.stage.close)
+            self._threads.shutdown(wait=False)
             self._journal.close()
 
     async def _beat(self) -> None:
@@ -401,8 +402,8 @@ class Worker:
         if batch.published is not None:
             reports.insert(0, Published(batch.published, 0.0))
             batch.published = None
-        reports += [Warned(self.name, message, 0.0) for message in batch.warnings]
-        batch.warnings = []
+        reports += [Warned(self.name, subject, message, 0.0) for subject, message in batch.warnings.items()]
+        batch.warnings = {}
         metrics, batch.metrics = batch.metrics, {}
         await self._control.report(reports, metrics, claim.window)
 

@@ -63,7 +63,9 @@ class Reward(Stage):
         batch.report({f"{kind}/not_ok_share": len(known) < len(scored)}, 1)
         for one in scored:
             if one.status in ("error", "timeout"):
-                batch.warn(f"reward {self.config.function!r}: {one.status}: {one.info.get('error', 'no reason given')}")
+                error = str(one.info.get("error", "no reason given"))
+                subject = f"reward {self.config.function!r}: {one.status}"
+                batch.warn(f"{subject} {error.partition(':')[0]}", f"{subject}: {error} (the first of its kind)")
         if len(known) == len(scored) and scored:
             batch.report({f"{kind}/mean": sum(known) if self.config.semantics == "step" else known[-1]}, 1)
 

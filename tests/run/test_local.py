@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -70,7 +69,7 @@ def test_greedy_rows_are_recorded_as_greedy_and_never_trained_on(tmp_path: Path)
 
 
 def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(
@@ -84,8 +83,8 @@ def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(
     assert settled["sampled dropped: missing baseline: greedy reward is not ok"] > 0
     assert settled["sampled trained"] > 0
     assert view.ledger()["balanced"]
-    printed = capsys.readouterr().out
-    assert printed.count("error: ValueError: cannot grade 1") == len(set(re.findall("cannot grade 1.*", printed)))
+    printed = capfd.readouterr().out
+    assert printed.count("error: ValueError: cannot grade 1") == 1
     bad = view.table("train/000000", ["reward", "reward_status", "reward_info"])
     bad = bad.filter(pc.equal(bad["reward_status"], "error"))
     assert bad["reward"].null_count == bad.num_rows
