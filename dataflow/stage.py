@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,9 +15,14 @@ from pydantic import BaseModel, ConfigDict
 
 from dataflow.batch import Batch, Unit
 from dataflow.errors import ConfigError, Drop, RowError
+from dataflow.waits import Waits
 from schemas.column import Column
 
-Granularity = Literal["source", "row", "group", "join", "window"]
+Granularity = Literal["source", "row", "group", "join", "group_join", "window"]
+JOINS = ("join", "group_join")
+"""Granularities whose claims carry the greedy rows of their uids."""
+WHOLE_GROUPS = ("group", "group_join")
+"""Granularities whose claims never split a group."""
 Columns = Mapping[str, Sequence[Any]]
 Outcome = Columns | RowError | Drop
 Processed = Columns | Awaitable[Columns] | AsyncIterator[tuple[Unit, Outcome]]
@@ -32,12 +37,14 @@ class StageContext:
         run_dir: Where the run keeps its files.
         worker: Name of this worker, such as `reward-0`.
         seed: The run's seed. Draw no randomness from anything else.
+        waits: Where the stage registers what it waits for, so that a run that does not move can say it.
     """
 
     run_id: str
     run_dir: Path
     worker: str
     seed: int
+    waits: Waits = field(default_factory=Waits, compare=False)
 
 
 class StageConfig(BaseModel):
@@ -58,17 +65,20 @@ class Stage:
         writes: Columns it adds to the same rows.
         granularity: What is offered together. `row`: any units that are ready. `group`: all sampled units of
             a uid, when each is ready or gone. `join`: a sampled unit when its own columns are there and its uid's
-            greedy unit has finished or is gone. `window`: all sampled units of a
-            window. `source`: a window to fill.
+            greedy unit has finished or is gone. `group_join`: all sampled units of a uid, when each is ready or gone
+            and its greedy unit has finished or is gone. `window`: all sampled units of a window. `source`: a window
+            to fill.
         expands: Whether it makes a session's rows (rollout) rather than adding columns to rows.
         batch_rows: Most units in one claim (a group or a window is never split).
         workers: Copies of the stage.
         concurrency: Claims that one worker holds at a time.
         deadline_s: Longest time for one claim, in seconds; then the work is cancelled and counts as failed.
         max_attempts: Failures of one unit before it becomes a tombstone.
-        min_group: For `group`: fewest surviving units that may be used; else the rest of the uid is dropped.
+        min_group: For whole groups: fewest surviving units that may be used; else the rest of the uid is dropped.
         placement: Stages of equal placement share one process. None: a process of its own.
         num_gpus: GPUs each worker needs.
+        device: Stages of equal device take turns: none works while another holds a claim, and `suspend` is called on
+            the one that worked before another one works. None: a device of its own.
         one_owner: No second delivery: if the worker dies or fails, the run stops (update).
         loaded_version: Policy version that this copy holds now; a stage with an engine keeps it up to date.
         environment: Variables that the process needs before Python starts.
@@ -91,6 +101,7 @@ class Stage:
     min_group: int = 1
     placement: str | None = "light"
     num_gpus: float = 0
+    device: str | None = None
     one_owner: bool = False
     loaded_version: int = 0
     environment: Mapping[str, str] = {}
@@ -112,6 +123,12 @@ class Stage:
             Exception: Anything. The worker runs the batch again unit by unit, so that only the culprit fails.
         """
         raise TypeError(f"stage {self.name!r} defines no process()")
+
+    def suspend(self) -> Awaitable[None] | None:
+        """Free the device for another stage. Called between claims, only where `device` is shared."""
+
+    def resume(self) -> Awaitable[None] | None:
+        """Take the device again; called before the first claim after a `suspend`."""
 
     def close(self) -> Awaitable[None] | None:
         """Free what `setup` took. Not guaranteed to run: a process may be killed."""
