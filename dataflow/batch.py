@@ -53,13 +53,42 @@ def address(key: str, delivery: int) -> str:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """What went wrong with a unit, as data.
+
+    Attributes:
+        type: Name of the exception's class.
+        message: Its text.
+        traceback: Where it was raised, innermost frame last; empty for a failure that was handed over as a value.
+        attempt: Which attempt failed, from 1; 0 as long as nobody has counted.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}"
+
+
+@dataclass(frozen=True)
 class Tombstone:
-    """A unit that left the pipeline early: it failed for good, or a rule dropped it."""
+    """A unit that left the pipeline early: it failed for good, or a rule dropped it.
+
+    Attributes:
+        unit: Its identity.
+        stage: Where it left.
+        outcome: `failed: stage` or `dropped: reason`, as the ledger counts it.
+        reason: Why, with the values that decided it.
+        failure: The exception, if it failed.
+    """
 
     unit: Unit
     stage: str
     outcome: str
     reason: str
+    failure: Failure | None = None
 
 
 @dataclass

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dataflow.batch import Unit
+from dataflow.batch import Failure, Unit
+from dataflow.events import Holding
 
 WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead"
 
@@ -24,6 +25,7 @@ class Cell:
         deaths: Workers that died while they held it.
         accepted: The delivery whose rows are valid; -1 while there is none.
         claim: The lease that holds it now.
+        since: When it came into its state, seconds.
     """
 
     stage: str
@@ -38,6 +40,7 @@ class Cell:
     deaths: int = 0
     accepted: int = -1
     claim: int | None = None
+    since: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -58,6 +61,7 @@ class UnitState:
     outcome: str = ""
     reason: str = ""
     stage: str = ""
+    failure: Failure | None = None
 
     @property
     def dead(self) -> bool:
@@ -70,7 +74,7 @@ class GroupState:
     """The units of a uid.
 
     Attributes:
-        pending: Group stage -> members whose cell still waits.
+        pending: Stage that takes whole groups -> members whose cell still waits.
         parked: Join stage -> cells that wait for the greedy unit.
     """
 
@@ -103,27 +107,57 @@ class WindowState:
 
 @dataclass(eq=False)
 class WorkerState:
-    """A worker: what it holds, and the tickets it waits on."""
+    """A worker: what it holds, and the tickets it waits on.
+
+    Attributes:
+        seen: When it was last heard of, seconds.
+        tickets: Ticket -> the worker's number of the request that waits on it.
+        lost: The leases that it lost and may still be writing for.
+        silent: Whether it missed its heartbeats, since it was last heard of.
+        suspended: Whether it has freed the device that its stage shares.
+        suspending: Since when it has been asked to; None if it has not.
+    """
 
     name: str
     stage: str
     process: str
     seen: float
     claims: dict[int, Lease] = field(default_factory=dict)
-    tickets: list[int] = field(default_factory=list)
+    tickets: dict[int, int] = field(default_factory=dict)
+    lost: list[Lease] = field(default_factory=list)
     loaded_version: int = 0
+    silent: bool = False
+    suspended: bool = False
+    suspending: float | None = None
+
+    def next_ticket(self) -> tuple[int, int]:
+        """Take the ticket that has waited longest, with its request."""
+        ticket = next(iter(self.tickets))
+        return ticket, self.tickets.pop(ticket)
 
 
 @dataclass(eq=False)
 class Lease:
-    """A claim as the coordinator sees it: the cells not yet reported, and those to be tried again at its end."""
+    """A claim as the coordinator sees it: the cells not yet reported, and those to be tried again at its end.
+
+    Attributes:
+        request: The worker's request that it answers.
+        alone: Whether its unit has killed two workers, and nothing else may run beside it.
+    """
 
     id: int
+    request: int
     worker: WorkerState
+    window: int
     cells: list[Cell]
+    granted: float
     deadline: float
     alone: bool
     retry: list[Cell] = field(default_factory=list)
+
+    def may_be_known(self, holding: Holding) -> bool:
+        """Whether its worker works on it, or may yet be told of it."""
+        return self.id in holding.claims or self.request in holding.asking or self.request > holding.latest
 
 
 def by_group(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -9,6 +9,8 @@ import asyncio
 import json
 import logging
 import os
+import secrets
+import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,15 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataflow import exposure
 from dataflow.config import RunConfig
 from dataflow.console import Console
 from dataflow.errors import ConfigError, QueueError, RunError
-from dataflow.events import Claim
+from dataflow.events import Claim, Holding
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
+from dataflow.reaper import MARK, RunFolder, processes_of, reap
 from dataflow.service import CoordinatorService, Status, coordinator_for
 from dataflow.stage import StageContext
-from dataflow.weights import WeightsDirectory
+from dataflow.waits import Wait
 from dataflow.worker import Metrics, Report, Stop, Worker
 
 log = logging.getLogger(__name__)
@@ -32,6 +36,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 STOP_S = 6.0
 ANSWER_S = 25.0
+QUEUE_CHECK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,12 @@ class _CoordinatorActor:
         self._queue = await asyncio.to_thread(
             tq.TransferQueue, boot.pipeline.columns, boot.pipeline.producers, boot.config.queue.timeout_s
         )
-        limits = boot.config.limits
-        coordinator = coordinator_for(boot.pipeline, boot.run_id, limits.lease_s, limits.max_empty_windows)
+        coordinator = coordinator_for(boot.pipeline, boot.run_id, boot.config.limits)
         self._service = CoordinatorService(coordinator, self._queue.clear, boot.run_dir / "journal")
-        self._ticks = asyncio.create_task(self._service.tick_forever())
+        self._watching = [
+            asyncio.create_task(self._service.tick_forever()),
+            asyncio.create_task(self._watch_queue(self._service)),
+        ]
         self._ready.set()
         return os.getpid()
 
@@ -75,27 +82,36 @@ class _CoordinatorActor:
         """Wait until `start` has finished."""
         await self._ready.wait()
 
+    async def _watch_queue(self, service: CoordinatorService) -> None:
+        """End the run soon after one of the queue's processes died: its calls alone would find out much later."""
+        from dataflow import tq
+
+        actors = tq.actors(self._boot.config.queue.storage_units)
+        while not (gone := await asyncio.to_thread(_missing_actors, actors)):  # noqa: ASYNC110  Ray offers no event
+            await asyncio.sleep(QUEUE_CHECK_S)
+        await service.fail(f"the queue's process {gone[0]} is gone, and with it the rows it held; the run cannot go on")
+
     async def joined(self, worker: str, stage: str, process: str) -> None:
         await self._it.joined(worker, stage, process)
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | bool | None:
+    async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | bool | None:
         """As `Control.claim`; False in place of raising Stop."""
         try:
-            return await self._it.claim(worker, loaded_version)
+            return await self._it.claim(worker, request, loaded_version, holding)
         except Stop:
             return False
 
     async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
         await self._it.report(reports, metrics, window)
 
-    async def heartbeat(self, worker: str) -> None:
-        await self._it.heartbeat(worker)
+    async def heartbeat(self, worker: str, holding: Holding, waits: tuple[Wait, ...]) -> None:
+        await self._it.heartbeat(worker, holding, waits)
 
     async def died(self, workers: Sequence[str], reason: str) -> None:
         await self._it.died(workers, reason)
 
-    async def status(self, closed_from: int, alarms_from: int) -> Status:
-        return await self._it.status(closed_from, alarms_from)
+    async def status(self, closed_from: int, alarms_from: int, detail: bool) -> Status:
+        return await self._it.status(closed_from, alarms_from, detail)
 
     async def stop(self, reason: str) -> None:
         if self._service is not None:
@@ -106,7 +122,8 @@ class _CoordinatorActor:
         from dataflow import tq
 
         if self._service is not None:
-            self._ticks.cancel()
+            for task in self._watching:
+                task.cancel()
             await self._service.close()
         await asyncio.to_thread(tq.shut_down)
 
@@ -126,8 +143,8 @@ class _RemoteControl:
     async def joined(self, worker: str, stage: str, process: str) -> None:
         await self._coordinator.joined.remote(worker, stage, process)
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
-        answer: Claim | bool | None = await self._coordinator.claim.remote(worker, loaded_version)
+    async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | None:
+        answer: Claim | bool | None = await self._coordinator.claim.remote(worker, request, loaded_version, holding)
         if isinstance(answer, bool):
             raise Stop
         return answer
@@ -135,8 +152,8 @@ class _RemoteControl:
     async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
         await self._coordinator.report.remote(reports, metrics, window)
 
-    async def heartbeat(self, worker: str) -> None:
-        await self._coordinator.heartbeat.remote(worker)
+    async def heartbeat(self, worker: str, holding: Holding, waits: tuple[Wait, ...]) -> None:
+        await self._coordinator.heartbeat.remote(worker, holding, waits)
 
 
 class _ProcessActor:
@@ -157,7 +174,7 @@ class _ProcessActor:
         beat = boot.config.limits.heartbeat_s
         queue = _LateQueue()
         for name, stage_name in self._members:
-            stage = boot.pipeline.stages[stage_name]
+            stage = boot.pipeline.build(stage_name)
             context = StageContext(boot.run_id, boot.run_dir, name, boot.config.run.seed)
             writer = JournalWriter(journal, stage_name, name)
             self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context, self._name, beat))
@@ -170,6 +187,19 @@ class _ProcessActor:
     async def run(self) -> None:
         """Work until the run is over."""
         await asyncio.gather(*(worker.run() for worker in self._workers))
+
+
+def _missing_actors(names: Sequence[tuple[str, str | None]]) -> list[str]:
+    """Those of the named actors, each (name, namespace), that are not alive."""
+    import ray
+
+    missing = []
+    for name, namespace in names:
+        try:
+            ray.get_actor(name, namespace=namespace)
+        except ValueError:
+            missing.append(name)
+    return missing
 
 
 def _actor(cls: type, variables: Mapping[str, str], num_gpus: float = 0) -> Any:
@@ -302,14 +332,23 @@ class _Cluster:
             done, _ = ray.wait(list(self.running), timeout=POLL_S) if self.running else ([], [])
             for ref in done:
                 self._ended(ref)
-            shown = (self.console.windows_shown, self.console.alarms_shown)
-            status: Status = self._ask(self.coordinator.status.remote(*shown))
+            status: Status = self._ask(self.coordinator.status.remote(*self.console.wants))
             self.console.show(status)
-            self.console.check(status, self.boot.config.limits.stall_s)
+            self.console.check(status)
+            if status.closed:
+                self.restarts.clear()
+            self._end_silent(status.silent)
             self._check_restarts()
             if status.finished:
                 self._wait_for_ends()
                 return status
+
+    def _end_silent(self, workers: Sequence[str]) -> None:
+        """A process without heartbeats may hang in code that nothing inside of it can stop."""
+        for ref, name in list(self.running.items()):
+            if name not in self.restarting and any(worker in workers for worker, _ in self.members[name]):
+                del self.running[ref]
+                self._restart(name, f"it sent no heartbeat for {self.boot.config.limits.lease_s:g} s")
 
     def _check_restarts(self) -> None:
         limit = self.boot.config.cluster.start_timeout_s
@@ -379,7 +418,10 @@ class _Cluster:
         if owners:
             raise RunError(f"process {name} died ({cause}); stage {owners[0]!r} has one owner and is not started again")
         if self.restarts[name] > self.boot.config.cluster.max_restarts:
-            raise RunError(f"process {name} died {self.restarts[name]} times, the last time of: {cause}")
+            raise RunError(
+                f"process {name} died {self.restarts[name]} times and no window was closed between, the last time of: "
+                f"{cause} (cluster.max_restarts sets the limit)"
+            )
         self.console.say(f"! process {name} died ({cause}); its units are re-dispatched and it is started again")
         self.restarting[name] = time.monotonic()
         self.running[self._spawn(name)] = name
@@ -405,29 +447,50 @@ def run_cluster(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: st
         RunError: If the run cannot go on; the message says why.
         KeyboardInterrupt: After everything was stopped.
     """
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    reap(console.say)
+    folder = RunFolder(run_id)
+    _prepare_environment(config, folder)
     import ray
 
     cluster = _Cluster(Boot(config, pipeline, run_dir, run_id, os.getcwd()), console)
     try:
         with console.phase("Ray starts" if config.cluster.address is None else "Ray is joined"):
-            _join_ray(config)
+            _join_ray(config, folder)
         _refuse_foreign_queue()
         cluster.start()
+        for line in exposure.describe(exposure.open_sockets(processes_of(folder.path))):
+            console.say(line)
         return cluster.watch()
+    except RunError:
+        if (logs := folder.path / "ray" / "session_latest" / "logs").is_dir():
+            shutil.copytree(logs, run_dir / "logs" / "ray", symlinks=True)
+        raise
     finally:
         cluster.stop()
         ray.shutdown()
-        WeightsDirectory(run_id).remove()
+        folder.remove()
 
 
-def _join_ray(config: RunConfig) -> None:
+def _prepare_environment(config: RunConfig, folder: RunFolder) -> None:
+    """Set what this process, and with it a cluster of our own, must have before it imports ray."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.update(exposure.SILENCE)
+    os.environ[MARK] = str(folder.path)
+    if config.cluster.address is None:
+        os.environ.update(exposure.LOOPBACK)
+        os.environ["RAY_AUTH_MODE"] = "token"
+        # In the environment, which only this user can read. Kept by this process if there is one: Ray reads it once.
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def _join_ray(config: RunConfig, folder: RunFolder) -> None:
     import ray
 
     from dataflow import tq
 
     variables = {
+        **exposure.SILENCE,
+        **folder.environment,
         **tq.environment(config.queue.timeout_s),
         "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
@@ -448,7 +511,14 @@ def _join_ray(config: RunConfig) -> None:
         return
     # The queue's own actors ask for one CPU each and wait for ever if they do not get it.
     cpus = max(os.cpu_count() or 1, config.queue.storage_units + 2)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, object_store_memory=128 << 20, **common)
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        _temp_dir=str(folder.path / "ray"),
+        **common,
+    )
 
 
 def _refuse_foreign_queue() -> None:

@@ -45,7 +45,7 @@ class ClusterSection(Section):
     start_timeout_s: float = Field(300.0, gt=0)
     """Longest time for all workers to come up, in seconds."""
     max_restarts: int = Field(3, ge=0)
-    """How often one worker process may be started again after its death."""
+    """How often in a row, with no window closed between, one worker process may be started again after its death."""
 
 
 class QueueSection(Section):
@@ -66,8 +66,12 @@ class LimitsSection(Section):
     """Credit limit: most bytes of open windows, counted at worst case; none is no limit."""
     lease_s: float = Field(60.0, ge=2)
     """Seconds without a heartbeat after which a worker's units are given to others."""
+    warn_s: float = Field(60.0, gt=0)
+    """Seconds without any progress after which the run shows what it waits for; and again each time they double."""
     stall_s: float = Field(600.0, gt=0)
     """Seconds without any progress, and with no claim within its deadline, after which the run stops and says why."""
+    max_failures: float | None = Field(0.5, gt=0)
+    """Units that may fail for good before the run stops: a count if 1 or more, else a share of all units so far."""
     max_empty_windows: int = Field(3, ge=1)
     """Windows in a row with nothing to train on, after which the run stops."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from dataflow.config import LimitsSection
 from dataflow.errors import RunError
-from dataflow.events import Ledger
+from dataflow.events import Blocked, Ledger
 from dataflow.journal import append_json
 from dataflow.service import Status, WindowRecord, ledger_record
 from dataflow.trackers import TensorBoard
@@ -37,19 +39,23 @@ LINE = (
     ("response/length_mean", "len", ".1f"),
     ("staleness/max", "stale", ".0f"),
 )
+SOON_S = 2.0  # how long before a warning the details are asked for
 NOT_COUNTED = ("sampled trained", "baseline used as baseline", "sampled completed")
 
 
 class Console:
-    """Prints to the terminal, and appends to `metrics.jsonl` and TensorBoard.
+    """Prints to the terminal, and appends to `metrics.jsonl` and TensorBoard. Use it in the main thread.
+
+    While it is open, SIGUSR1 makes it print what the run waits for.
 
     Args:
         run_dir: Where the run keeps its files.
         windows: How many windows the run has.
+        limits: When to show what does not move, and when to stop.
         terminal: Where to print; default standard output.
     """
 
-    def __init__(self, run_dir: Path, windows: int, terminal: TextIO | None = None) -> None:
+    def __init__(self, run_dir: Path, windows: int, limits: LimitsSection, terminal: TextIO | None = None) -> None:
         self.windows_shown = 0
         self.alarms_shown = 0
         self._run_dir = run_dir
@@ -70,12 +76,18 @@ class Console:
         self._tracker = TensorBoard(run_dir / "tensorboard")
         self.last: Status | None = None
         self._told_zero = False
+        self._limits = limits
+        self._asked = False
+        self._warn_at_s = limits.warn_s
+        self._former: Any = None
 
     def __enter__(self) -> Console:
+        self._former = signal.signal(signal.SIGUSR1, self._ask)
         self._progress.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        signal.signal(signal.SIGUSR1, self._former)
         self._progress.stop()
         self._tracker.close()
 
@@ -106,16 +118,33 @@ class Console:
         self.alarms_shown += len(status.alarms)
         self._progress.update(self._task, completed=self.windows_shown, description=_busiest(status))
 
-    def check(self, status: Status, stall_s: float) -> None:
-        """Stop a run that cannot go on or does not move.
+    @property
+    def wants(self) -> tuple[int, int, bool]:
+        """What to ask the next status for: the first window record and alarm, and whether in detail."""
+        idle_s = self.last.idle_s if self.last else 0.0
+        soon = idle_s + SOON_S > min(self._warn_at_s, self._limits.stall_s)
+        return self.windows_shown, self.alarms_shown, self._asked or soon
+
+    def check(self, status: Status) -> None:
+        """Watch over a run that does not move: show what it waits for, and stop it when it cannot go on.
 
         Raises:
             RunError: With the reason; for a stall, with what is waited for, where and since when.
         """
         if status.halted:
             raise RunError(status.halted)
-        if status.idle_s > stall_s and not any(deadline > 0 for *_, deadline in status.leases):
-            raise RunError(f"nothing moved for {status.idle_s:.0f} s.\n{waiting_screen(status)}")
+        if not status.detailed:
+            self._warn_at_s = self._limits.warn_s
+            return
+        if status.idle_s > self._limits.stall_s and not status.works:
+            raise RunError(waiting_screen(status))
+        if self._asked or status.idle_s > self._warn_at_s:
+            self.say(waiting_screen(status, self._limits.stall_s))
+            self._warn_at_s = max(self._warn_at_s, 2 * status.idle_s)
+            self._asked = False
+
+    def _ask(self, *_: object) -> None:
+        self._asked = True
 
     def close_ledger(self, irreproducible: str) -> None:
         """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short.
@@ -185,19 +214,26 @@ def line(record: WindowRecord, metrics: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
-def waiting_screen(status: Status) -> str:
-    """What a run waits for, in one screen: stages with unfinished work, and who holds what."""
-    lines = ["waiting for:"]
-    for stage, states in status.stages.items():
-        unfinished = {
-            state: count for state, count in states.items() if state in ("waiting", "ready", "leased") and count
-        }
-        if unfinished:
-            lines.append(f"  stage {stage}: " + ", ".join(f"{count} {state}" for state, count in unfinished.items()))
-    for worker, stage, what, deadline in status.leases:
-        left = f"{deadline:.0f} s left" if deadline > 0 else f"{-deadline:.0f} s over its deadline"
-        lines.append(f"  worker {worker} (stage {stage}) holds {what}, {left}")
+def waiting_screen(status: Status, stall_s: float | None = None) -> str:
+    """What a run waits for, in one screen: which units, where, since when, who has them, and what happens then."""
+    lines = [f"nothing moved for {status.idle_s:.0f} s; the run waits for:"]
+    lines += [f"  {_blocked_line(item)}" for item in status.blocked] or ["  no unit: every open window is done"]
+    lines += [f"  inside {worker}: {wait}" for worker, waits in status.waits.items() for wait in waits]
+    lines += [f"  {worker} sends no heartbeat" for worker in status.silent]
+    if stall_s is not None:
+        lines.append(
+            f"  if nothing moves for {stall_s:g} s and no claim is within its deadline, the run stops (limits.stall_s)"
+        )
     return "\n".join(lines)
+
+
+def _blocked_line(item: Blocked) -> str:
+    held = f"held by {item.worker}" if item.worker else item.state
+    more = ", ..." if item.units > len(item.uids) else ""
+    then = item.action if item.until_s is None else f"in {item.until_s:.0f} s: {item.action}"
+    return (
+        f"{item.stage}: {item.units} units {held} for {item.seconds:.0f} s (uids {', '.join(item.uids)}{more}); {then}"
+    )
 
 
 def _disturbance(status: Status) -> str:

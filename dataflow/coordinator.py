@@ -11,9 +11,11 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dataflow.batch import Tombstone, Unit, prompt_key
+from dataflow.batch import Failure, Tombstone, Unit, prompt_key
+from dataflow.blocked import blocked
 from dataflow.cells import (
     DEAD,
     DONE,
@@ -30,9 +32,11 @@ from dataflow.cells import (
     describe,
 )
 from dataflow.events import (
+    ATTEMPT_FAILED,
     Acknowledged,
     Admitted,
     Alarm,
+    Blocked,
     Claim,
     ClaimedUnit,
     ClaimWanted,
@@ -45,17 +49,21 @@ from dataflow.events import (
     Grant,
     Halt,
     Heartbeat,
+    Holding,
     Ledger,
     Published,
     Settled,
     Stopped,
+    Suspended,
     Tick,
+    Unused,
     Warned,
     WindowClosed,
     WorkerDied,
     WorkerJoined,
 )
 from dataflow.pipeline import StagePlan
+from dataflow.stage import JOINS, WHOLE_GROUPS
 from dataflow.weights import WeightsRef
 
 
@@ -71,6 +79,8 @@ class Coordinator:
         max_open_windows: Credit limit, in windows; the oldest open window is never blocked.
         lease_s: Seconds without a heartbeat after which a worker's claims are void.
         max_empty_windows: Windows in a row with nothing to train on, after which the run stops.
+        max_failures: Units that may fail for good before the run stops: a count if 1 or more, else a share of all
+            units so far, looked at when a window closes. None is no limit.
     """
 
     def __init__(
@@ -83,6 +93,7 @@ class Coordinator:
         max_open_windows: int | None = None,
         lease_s: float = 60.0,
         max_empty_windows: int = 3,
+        max_failures: float | None = None,
     ) -> None:
         self.plans = dict(plans)
         self.windows = windows
@@ -91,6 +102,7 @@ class Coordinator:
         self._max_open = max_open_windows
         self._lease_s = lease_s
         self._max_empty = max_empty_windows
+        self._max_failures = max_failures
         self._source = next(name for name, plan in plans.items() if plan.granularity == "source")
         self._trainer = next((name for name, plan in plans.items() if plan.one_owner), None)
         self._consumers: dict[str, list[str]] = defaultdict(list)
@@ -103,10 +115,12 @@ class Coordinator:
         self.finished = False
         self._workers: dict[str, WorkerState] = {}
         self._open: dict[int, WindowState] = {}
+        self._closed: dict[int, str] = {}  # closed, and not yet reported as unused
         self._ready: dict[str, list[tuple[tuple[Any, ...], int, list[Cell]]]] = {name: [] for name in plans}
         self._next_window = 0
         self._empty_in_a_row = 0
         self._serial = 0
+        self._now = 0.0
         self._told: set[str] = set()
         self._effects: list[Effect] = []
         self._handlers: dict[type, Callable[[Any], None]] = {
@@ -121,6 +135,7 @@ class Coordinator:
             Dropped: self._dropped,
             Stopped: self._stopped,
             Warned: self._warned,
+            Suspended: self._suspended,
             Published: self._published,
             Tick: self._tick,
         }
@@ -136,9 +151,11 @@ class Coordinator:
         """
         self._effects = []
         for event in events:
+            self._now = max(self._now, event.now)
             self._handlers[type(event)](event)
-        if events and not self.halted:
-            self._grant_waiting(events[-1].now)
+        if not self.halted:
+            self._grant_waiting()
+        self._release_windows()
         return self._effects
 
     def _worker_joined(self, event: WorkerJoined) -> None:
@@ -163,10 +180,8 @@ class Coordinator:
                 if cell.claim == lease.id and cell.state == LEASED:
                     cell.deaths += 1
                     if lease.alone and cell.unit is not None:
-                        self._bury(
-                            cell,
-                            f"killed its worker {cell.deaths} times, the last time alone ({event.reason})",
-                        )
+                        message = f"killed its worker {cell.deaths} times, the last time alone ({event.reason})"
+                        self._bury(cell, Failure("WorkerDied", message, attempt=cell.attempts))
         self._release_worker(worker)
         for window in list(self._open.values()):  # a buried unit may have been the last
             self._close_if_done(window)
@@ -174,21 +189,48 @@ class Coordinator:
     def _claim_wanted(self, event: ClaimWanted) -> None:
         worker = self._workers.get(event.worker)
         if worker is not None:
-            worker.tickets.append(event.ticket)
-            worker.seen, worker.loaded_version = event.now, event.loaded_version
+            worker.tickets[event.ticket] = event.request
+            worker.loaded_version = event.loaded_version
+            self._heard(worker, event.now, event.holding)
 
     def _claim_withdrawn(self, event: ClaimWithdrawn) -> None:
         worker = self._workers.get(event.worker)
-        if worker is not None and event.ticket in worker.tickets:
-            worker.tickets.remove(event.ticket)
+        if worker is not None:
+            worker.tickets.pop(event.ticket, None)
 
     def _heartbeat(self, event: Heartbeat) -> None:
         worker = self._workers.get(event.worker)
         if worker is not None:
-            worker.seen = event.now
+            self._heard(worker, event.now, event.holding)
+
+    def _heard(self, worker: WorkerState, now: float, holding: Holding) -> None:
+        """The worker is alive, and says what it is about.
+
+        A lease that it knows nothing of was lost on the way, or its report was. Of the leases that were taken from it,
+        it will not write any more for those that it no longer works on.
+        """
+        worker.seen, worker.silent = now, False
+        for lease in [lease for lease in worker.claims.values() if not lease.may_be_known(holding)]:
+            self._forgotten(lease)
+        worker.lost = [lease for lease in worker.lost if lease.may_be_known(holding)]
+
+    def _forgotten(self, lease: Lease) -> None:
+        worker = lease.worker
+        if self.plans[worker.stage].one_owner:
+            self._halt(
+                f"worker {worker.name} of stage {worker.stage!r} no longer works on {describe(lease.cells)} and never "
+                "reported them; the stage has one owner, so they are not given out again"
+            )
+            return
+        self._release(lease)
+
+    def _suspended(self, event: Suspended) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.suspended, worker.suspending = True, None
 
     def _stopped(self, event: Stopped) -> None:
-        self._halt(f"worker {event.worker} stopped the run: {event.reason}")
+        self._halt(f"worker {event.worker} stopped the run: {event.reason}" if event.worker else event.reason)
 
     def _warned(self, event: Warned) -> None:
         self._tell_once(event.subject, event.message)
@@ -210,6 +252,7 @@ class Coordinator:
             if worker.claims and event.now - worker.seen > self._lease_s:
                 self._alarm(f"worker {worker.name} sent no heartbeat for {self._lease_s:g} s; others get its units")
                 self._release_worker(worker)
+            worker.silent = event.now - worker.seen > self._lease_s
             for lease in list(worker.claims.values()):
                 if event.now > lease.deadline + self._lease_s:
                     self._alarm(f"worker {worker.name} overran its deadline; others get {describe(lease.cells)}")
@@ -252,7 +295,9 @@ class Coordinator:
         cell.accepted = event.delivery
         if self.plans[cell.stage].expands:
             cell.unit.rows = event.rows
-        self._effects.append(Settled(cell.unit.identity, cell.stage, "done", "", event.delivery, cell.unit.rows))
+        self._effects.append(
+            Settled(cell.unit.identity, cell.stage, "done", "", event.delivery, cell.unit.rows, None, event.worker)
+        )
         self._end(cell, DONE)
         self._close_if_done(cell.window)
 
@@ -264,20 +309,25 @@ class Coordinator:
         plan = self.plans[cell.stage]
         self.ledger.failures[cell.stage] = self.ledger.failures.get(cell.stage, 0) + 1
         if plan.one_owner:
-            self._halt(f"stage {cell.stage!r} failed on {describe([cell])}: {event.error}")
+            self._halt(f"stage {cell.stage!r} failed on {describe([cell])}: {event.failure}")
             return
         cell.attempts += 1
+        failure = replace(event.failure, attempt=cell.attempts)
+        if cell.unit is not None:
+            identity, rows = cell.unit.identity, cell.unit.rows
+            self._effects.append(
+                Settled(identity, cell.stage, ATTEMPT_FAILED, str(failure), event.delivery, rows, failure, event.worker)
+            )
         if cell.unit is not None and cell.unit.dead:
             self._end(cell, DEAD)
         elif event.retry and cell.attempts < plan.max_attempts:
             lease.retry.append(cell)
         elif cell.unit is None:
             self._halt(
-                f"stage {cell.stage!r} could not fill window {cell.window.name} in {cell.attempts} attempts: "
-                f"{event.error}"
+                f"stage {cell.stage!r} could not fill window {cell.window.name} in {cell.attempts} attempts: {failure}"
             )
         else:
-            self._bury(cell, event.error)
+            self._bury(cell, failure)
         if not lease.cells:
             self._release(lease)
         self._close_if_done(cell.window)
@@ -295,7 +345,7 @@ class Coordinator:
         """The cell a report is about, or None if the report comes too late to count."""
         worker, lease = self._workers.get(event.worker), self._lease(event.worker, event.claim)
         if worker is not None:
-            worker.seen = event.now
+            worker.seen, worker.silent = event.now, False
         cell = self._find(worker.stage, event.unit) if worker is not None else None
         # A write of an earlier delivery is as good as the current one, if it is the first to arrive. A failure of
         # an earlier delivery says nothing about the current one.
@@ -323,9 +373,9 @@ class Coordinator:
                 if plan.granularity == "source":
                     continue
                 # A join needs to know when the greedy unit has come as far as the join itself: a witness cell.
-                witness = plan.granularity == "join" and kind == "baseline"
+                witness = plan.granularity in JOINS and kind == "baseline"
                 if kind in plan.kinds or witness:
-                    unit.cells[name] = Cell(name, unit, window, len(plan.depends_on), witness)
+                    unit.cells[name] = Cell(name, unit, window, len(plan.depends_on), witness, since=self._now)
             window.units[identity.id] = unit
             group.members.append(unit)
             if prompt.is_baseline:
@@ -339,7 +389,8 @@ class Coordinator:
         pending: dict[str, int] = defaultdict(int)
         for unit in units:
             for name, cell in unit.cells.items():
-                pending[name] += not cell.witness
+                # A whole group with its greedy unit is complete when the witness has ended too.
+                pending[name] += not cell.witness or self.plans[name].granularity == "group_join"
         return dict(pending)
 
     def _one_less(self, unit: UnitState, stage: str) -> None:
@@ -373,10 +424,10 @@ class Coordinator:
     def _no_longer_pending(self, cell: Cell) -> None:
         """The cell has its columns or is dead: its group or window may now be complete."""
         granularity = self.plans[cell.stage].granularity
-        if granularity not in ("group", "window"):
+        if granularity not in (*WHOLE_GROUPS, "window"):
             return
         assert cell.unit is not None
-        holder: GroupState | WindowState = cell.unit.group if granularity == "group" else cell.window
+        holder: GroupState | WindowState = cell.window if granularity == "window" else cell.unit.group
         holder.pending[cell.stage] -= 1
         if holder.pending[cell.stage]:
             return
@@ -384,13 +435,14 @@ class Coordinator:
         alive = [
             unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended
         ]
-        if granularity == "group" and 0 < len(alive) < self.plans[cell.stage].min_group:
+        if granularity in WHOLE_GROUPS and 0 < len(alive) < self.plans[cell.stage].min_group:
             for other in alive:
                 assert other.unit is not None
                 self._settle_unit(
                     other.unit,
                     "dropped: partial group",
-                    f"{len(alive)} of {len(units)} units survived, {self.plans[cell.stage].min_group} needed",
+                    f"{len(alive)} of {sum(unit.kind == 'sampled' for unit in units)} units survived, "
+                    f"{self.plans[cell.stage].min_group} needed",
                     cell.stage,
                 )
                 self._kill_cells(other.unit)
@@ -401,7 +453,7 @@ class Coordinator:
 
     def _make_ready(self, cells: list[Cell]) -> None:
         for cell in cells:
-            cell.state, cell.claim = READY, None
+            cell.state, cell.claim, cell.since = READY, None, self._now
         first = cells[0]
         order: tuple[Any, ...] = (first.window.index, *(first.unit.identity.order if first.unit else ()))
         self._serial += 1
@@ -415,7 +467,7 @@ class Coordinator:
         cell.window.open_cells -= 1
         if cell.witness:
             self._make_each_ready(unit.group.parked.pop(cell.stage, []))
-        elif not was_arrived:
+        if not was_arrived or cell.witness:
             self._no_longer_pending(cell)
         if state == DONE and not unit.dead and not cell.witness:
             for consumer in self._consumers[cell.stage]:
@@ -428,17 +480,32 @@ class Coordinator:
             if not cell.ended:
                 self._make_ready([cell])
 
-    def _bury(self, cell: Cell, error: str) -> None:
+    def _bury(self, cell: Cell, failure: Failure) -> None:
         """The unit failed for good: its remaining work is void, and those who wait for it are told."""
         unit = cell.unit
         assert unit is not None
-        self._settle_unit(unit, f"failed: {cell.stage}", error, cell.stage)
+        self._settle_unit(unit, f"failed: {cell.stage}", str(failure), cell.stage, failure)
         self._tell_once(
             f"failed: {cell.stage}",
-            f"stage {cell.stage!r} gave up on {unit.identity.id}: {error} (told once; the journal has every reason)",
+            f"stage {cell.stage!r} gave up on {unit.identity.id}: {failure} (told once; dead_letters() has them all)",
         )
         self._end(cell, DEAD)
         self._kill_cells(unit)
+        failed = self.ledger.units("failed")
+        if self._max_failures is not None and 1 <= self._max_failures < failed:
+            self._halt(
+                f"{failed} units failed for good, more than limits.max_failures={self._max_failures:g} allows; the "
+                f"last: {unit.identity.id} at stage {cell.stage!r}: {failure}"
+            )
+
+    def _check_share_of_failures(self, window: WindowState) -> None:
+        failed, created = self.ledger.units("failed"), sum(self.ledger.created.values())
+        if self._max_failures is not None and self._max_failures < 1 and failed > self._max_failures * created:
+            reasons = sorted({unit.reason for unit in window.units.values() if unit.failure is not None})
+            self._halt(
+                f"{failed} of {created} units failed for good, more than the share limits.max_failures="
+                f"{self._max_failures:g} allows; in window {window.name}: {'; '.join(reasons[:3]) or 'none'}"
+            )
 
     def _kill_cells(self, unit: UnitState) -> None:
         """End the unit's cells that nobody holds; a leased one ends when its worker reports."""
@@ -446,14 +513,16 @@ class Coordinator:
             if cell.state in (WAITING, READY):
                 self._end(cell, DEAD)
 
-    def _settle_unit(self, unit: UnitState, outcome: str, reason: str, stage: str) -> None:
+    def _settle_unit(
+        self, unit: UnitState, outcome: str, reason: str, stage: str, failure: Failure | None = None
+    ) -> None:
         if unit.dead:
             return
-        unit.outcome, unit.reason, unit.stage = outcome, reason, stage
+        unit.outcome, unit.reason, unit.stage, unit.failure = outcome, reason, stage, failure
         self.ledger.in_flight[unit.kind] -= 1
         key = (unit.kind, outcome)
         self.ledger.settled[key] = self.ledger.settled.get(key, 0) + 1
-        self._effects.append(Settled(unit.identity, stage, outcome, reason, -1, unit.rows))
+        self._effects.append(Settled(unit.identity, stage, outcome, reason, -1, unit.rows, failure))
 
     # ---- windows ------------------------------------------------------------------------------------
 
@@ -498,16 +567,30 @@ class Coordinator:
             counts[unit.kind, unit.outcome] += 1
         del self._open[window.index]
         self._check_balance(window)
+        self._check_share_of_failures(window)
         self._effects.append(WindowClosed(window.name, window.index, dict(counts)))
+        self._closed[window.index] = window.name
         self._offer_windows()
         if not self._open and self._next_window >= self.windows and not self.halted:
             self.finished = True
             self._effects.append(Finished())
 
+    def _release_windows(self) -> None:
+        """Let those closed windows be cleared that nobody can write to any more.
+
+        A late writer into a partition that was cleared would make rows that nobody sweeps, and the queue recycles the
+        places of cleared rows: its write could land on another window's.
+        """
+        if not self._closed:
+            return
+        held = {lease.window for worker in self._workers.values() for lease in worker.lost}
+        for index in [index for index in self._closed if index not in held]:
+            self._effects.append(Unused(self._closed.pop(index)))
+
     def _final_outcome(self, unit: UnitState) -> tuple[str, str]:
         if unit.kind == "sampled":
             return ("trained", "") if self._trainer else ("completed", "")
-        joins = [name for name, plan in self.plans.items() if plan.granularity == "join"]
+        joins = [name for name, plan in self.plans.items() if plan.granularity in JOINS]
         if not joins:
             return ("completed", "")
         used = any(
@@ -543,26 +626,56 @@ class Coordinator:
 
     # ---- claims -------------------------------------------------------------------------------------
 
-    def _grant_waiting(self, now: float) -> None:
+    def _grant_waiting(self) -> None:
         for worker in self._workers.values():
-            while worker.tickets and self._ready[worker.stage] and self._grant(worker, now):
+            while worker.tickets and self._has_ready(worker.stage) and self._grant(worker):
                 pass
 
-    def _grant(self, worker: WorkerState, now: float) -> bool:
+    def _has_ready(self, stage: str) -> bool:
+        queue = self._ready[stage]
+        while queue and not any(cell.state == READY for cell in queue[0][2]):
+            heapq.heappop(queue)
+        return bool(queue)
+
+    def _grant(self, worker: WorkerState) -> bool:
         plan = self.plans[worker.stage]
+        if plan.device is not None and not self._take_turn(worker, plan.device):
+            return False
         cells = self._take(plan, [peer for peer in self._workers.values() if peer.process == worker.process])
         if not cells:
             return False
         self._serial += 1
-        lease = Lease(self._serial, worker, cells, now + plan.deadline_s, cells[0].deaths >= 2)
+        ticket, request = worker.next_ticket()
+        deadline, alone = self._now + plan.deadline_s, cells[0].deaths >= 2
+        lease = Lease(self._serial, request, worker, cells[0].window.index, cells, self._now, deadline, alone)
+        worker.suspended = False
         for cell in cells:
-            cell.state, cell.claim = LEASED, lease.id
+            cell.state, cell.claim, cell.since = LEASED, lease.id, self._now
             cell.delivery += 1
             if cell.delivery:
                 self.ledger.redelivered[cell.stage] = self.ledger.redelivered.get(cell.stage, 0) + 1
         worker.claims[lease.id] = lease
-        self._effects.append(Grant(worker.name, worker.tickets.pop(0), self._claim(lease, plan)))
+        self._effects.append(Grant(worker.name, ticket, self._claim(lease, plan)))
         return True
+
+    def _take_turn(self, worker: WorkerState, device: str) -> bool:
+        """Whether the device is the worker's. If not, those who have it are asked to free it, as soon as they can.
+
+        Of two stages with work, the later one goes first: what is nearly finished frees rows and credits.
+        """
+        stages = [name for name, plan in self.plans.items() if plan.device == device]
+        later = stages[stages.index(worker.stage) + 1 :]
+        if worker.suspending is not None or any(self._has_ready(stage) for stage in later):
+            return False
+        rivals = [w for w in self._workers.values() if w.stage in stages and w.stage != worker.stage]
+        if any(rival.claims for rival in rivals):
+            return False
+        for rival in rivals:
+            if not rival.suspended and rival.suspending is None and rival.tickets:
+                rival.suspending = self._now
+                call = Claim(0, rival.stage, "", -1, suspend=True)
+                self._effects.append(Grant(rival.name, rival.next_ticket()[0], call))
+        return all(rival.suspended for rival in rivals)
 
     def _take(self, plan: StagePlan, peers: Sequence[WorkerState]) -> list[Cell]:
         """Pop ready cells of one window, up to the stage's limit, groups whole.
@@ -597,10 +710,10 @@ class Coordinator:
         groups = list({id(cell.unit.group): cell.unit.group for cell in cells if cell.unit}.values())
         baselines: tuple[ClaimedUnit, ...] = ()
         tombstones: tuple[Tombstone, ...] = ()
-        if plan.granularity == "join":
+        if plan.granularity in JOINS:
             greedy = [group.baseline for group in groups if group.baseline and not group.baseline.dead]
             baselines = tuple(self._claimed(unit, 0) for unit in greedy)
-        if plan.granularity in ("join", "group"):
+        if plan.granularity in (*JOINS, *WHOLE_GROUPS):
             tombstones = _tombstones(unit for group in groups for unit in group.members)
         if plan.granularity == "window":
             tombstones = _tombstones(window.units.values())
@@ -631,13 +744,15 @@ class Coordinator:
     def _release(self, lease: Lease) -> None:
         """End a lease: what was not reported, or is to be tried again, becomes ready; groups whole."""
         lease.worker.claims.pop(lease.id, None)
+        if lease.cells:  # the worker may still be writing for it
+            lease.worker.lost.append(lease)
         lost = [cell for cell in lease.cells + lease.retry if cell.claim == lease.id and cell.state == LEASED]
         alive = [cell for cell in lost if cell.unit is None or not cell.unit.dead]
         for cell in lost:
             if cell.unit is not None and cell.unit.dead:
                 self._end(cell, DEAD)
         granularity = self.plans[lease.worker.stage].granularity
-        if granularity == "group":
+        if granularity in WHOLE_GROUPS:
             jobs = by_group(alive)
         else:
             jobs = [alive] if alive and granularity == "window" else [[cell] for cell in alive]
@@ -677,14 +792,20 @@ class Coordinator:
                     counts[name][cell.state] += not cell.witness
         return {name: dict(states) for name, states in counts.items()}
 
-    def leases(self) -> list[tuple[str, str, str, float]]:
-        """What every worker holds: (worker, stage, description of the units, deadline)."""
-        return [
-            (worker.name, worker.stage, describe(lease.cells), lease.deadline)
-            for worker in self._workers.values()
-            for lease in worker.claims.values()
-        ]
+    def works(self, now: float) -> bool:
+        """Whether any claim is within its deadline."""
+        return any(now <= lease.deadline for worker in self._workers.values() for lease in worker.claims.values())
+
+    def silent(self) -> list[str]:
+        """Workers that send no heartbeat."""
+        return [worker.name for worker in self._workers.values() if worker.silent]
+
+    def blocked(self, now: float) -> list[Blocked]:
+        """What does not move now, and why; see `blocked`."""
+        return blocked(self.plans, self._open.values(), self._workers.values(), self._lease_s, now)
 
 
 def _tombstones(units: Iterable[UnitState]) -> tuple[Tombstone, ...]:
-    return tuple(Tombstone(unit.identity, unit.stage, unit.outcome, unit.reason) for unit in units if unit.dead)
+    return tuple(
+        Tombstone(unit.identity, unit.stage, unit.outcome, unit.reason, unit.failure) for unit in units if unit.dead
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dataflow.batch import Tombstone, Unit
+from dataflow.batch import Failure, Tombstone, Unit
 from dataflow.weights import WeightsRef
 
 
@@ -53,12 +53,33 @@ class WorkerDied:
 
 
 @dataclass(frozen=True)
+class Holding:
+    """What a worker is about, as it knows it. A lease that it neither works on nor may still be told of was lost.
+
+    Attributes:
+        claims: The claims that it works on.
+        asking: Its requests for work that have no answer yet.
+        latest: Its newest request; of later ones this message knows nothing.
+    """
+
+    claims: frozenset[int] = frozenset()
+    asking: frozenset[int] = frozenset()
+    latest: int = -1
+
+
+@dataclass(frozen=True)
 class ClaimWanted:
-    """A worker asks for work. It is granted now or later, under the same ticket."""
+    """A worker asks for work. It is granted now or later, under the same ticket.
+
+    Attributes:
+        request: The worker's own number of this request.
+    """
 
     worker: str
     ticket: int
+    request: int
     loaded_version: int
+    holding: Holding
     now: float
 
 
@@ -76,6 +97,7 @@ class Heartbeat:
     """A worker is alive: its leases are renewed."""
 
     worker: str
+    holding: Holding
     now: float
 
 
@@ -115,7 +137,7 @@ class Failed:
     claim: int
     unit: str
     delivery: int
-    error: str
+    failure: Failure
     retry: bool
     now: float
 
@@ -134,7 +156,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Stopped:
-    """A stage stopped the run on purpose."""
+    """A stage stopped the run on purpose, or, with no worker's name, the run's surroundings failed."""
 
     worker: str
     reason: str
@@ -148,6 +170,14 @@ class Warned:
     worker: str
     subject: str
     message: str
+    now: float
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """A worker freed the device that its stage shares with others."""
+
+    worker: str
     now: float
 
 
@@ -178,6 +208,7 @@ Event = (
     | Dropped
     | Stopped
     | Warned
+    | Suspended
     | Published
     | Tick
 )
@@ -216,6 +247,7 @@ class Claim:
         deadline_s: Seconds until the work is cancelled.
         weights: Newest published version.
         oldest_loaded: Oldest version that an engine holds.
+        suspend: Not work, but a call to free the device for another stage.
     """
 
     id: int
@@ -229,6 +261,7 @@ class Claim:
     deadline_s: float = 300.0
     weights: WeightsRef | None = None
     oldest_loaded: int = 0
+    suspend: bool = False
 
 
 # Effects
@@ -245,7 +278,13 @@ class Grant:
 
 @dataclass(frozen=True)
 class Settled:
-    """A unit came to a stage's end: written to the journal."""
+    """A unit came to a stage's end, or an attempt at it failed: written to the journal.
+
+    Attributes:
+        outcome: `done`; `attempt failed`, after which it may be tried again; or how the unit left for good.
+        failure: The exception, where there was one.
+        worker: Who reported it; empty for what the coordinator decided.
+    """
 
     unit: Unit
     stage: str
@@ -253,11 +292,16 @@ class Settled:
     reason: str
     delivery: int
     rows: int
+    failure: Failure | None = None
+    worker: str = ""
+
+
+ATTEMPT_FAILED = "attempt failed"
 
 
 @dataclass(frozen=True)
 class WindowClosed:
-    """All units of a window are terminal and acknowledged: its partition can be cleared.
+    """All units of a window are terminal and acknowledged.
 
     Attributes:
         counts: (kind, outcome) -> units. Outcomes: trained, used as baseline, `dropped: reason`,
@@ -267,6 +311,13 @@ class WindowClosed:
     window: str
     window_index: int
     counts: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Nobody works on a closed window any more, not even too late: its partition can be cleared."""
+
+    window: str
 
 
 @dataclass(frozen=True)
@@ -288,7 +339,33 @@ class Finished:
     """All windows are closed."""
 
 
-Effect = Grant | Settled | WindowClosed | Alarm | Halt | Finished
+Effect = Grant | Settled | WindowClosed | Unused | Alarm | Halt | Finished
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """Units that have not moved: what, where, since when, and what will happen.
+
+    Attributes:
+        stage: The stage they are at.
+        state: `ready` (nobody took them), `leased` (a worker holds them) or `waiting` (for other stages).
+        worker: Who holds them.
+        units: How many.
+        uids: Some of their uids (for the source, their windows), those that wait longest first.
+        seconds: How long the first of them has been in this state.
+        until_s: Seconds until something is done about it, negative if that is overdue; None where only the limit on a
+            run that does not move applies.
+        action: What is done then, or what is needed first.
+    """
+
+    stage: str
+    state: str
+    worker: str
+    units: int
+    uids: tuple[str, ...]
+    seconds: float
+    until_s: float | None
+    action: str
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from dataflow.batch import Unit, address, prompt_key, row_key
 from dataflow.errors import ConfigError
-from dataflow.journal import ROWS, read_batches
+from dataflow.events import ATTEMPT_FAILED
+from dataflow.journal import LEDGER, ROWS, read_batches
 from schemas.column import Column
 
 IDENTITY = pa.schema(
@@ -112,6 +113,14 @@ class RunView:
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return pa.Table.from_pylist([{"window": r["window"], "seconds": r["seconds"], **r["metrics"]} for r in records])
 
+    def failures(self) -> pa.Table:
+        """One line per failed attempt, in order of time: who, where, which attempt, and the exception."""
+        return self._events(lambda event: event["outcome"] == ATTEMPT_FAILED)
+
+    def dead_letters(self) -> pa.Table:
+        """One line per unit that failed for good: its last stage and attempt, and the exception with its traceback."""
+        return self._events(lambda event: event["outcome"].startswith("failed"))
+
     # ---- inside -------------------------------------------------------------------------------------
 
     def _files(self, stage: str) -> list[Path]:
@@ -120,6 +129,10 @@ class RunView:
     def _batches(self, stage: str) -> Iterable[pa.RecordBatch]:
         for path in self._files(stage):
             yield from read_batches(path)
+
+    def _events(self, wanted: Callable[[dict[str, Any]], bool]) -> pa.Table:
+        events = [event for batch in self._batches("ledger") for event in batch.to_pylist() if wanted(event)]
+        return pa.Table.from_pylist(events, schema=LEDGER)
 
     def _written(self, window: str) -> Iterable[tuple[str, pa.RecordBatch]]:
         """The window's batches by stage, in the order in which they were written."""
@@ -165,6 +178,8 @@ class RunView:
             unit = Unit(event["unit"], event["window"], event["uid"], event["session"], greedy, key)
             life = lives.setdefault(unit.id, _UnitLife(unit, {}))
         life.rows = max(1, event["rows"])
+        if event["outcome"] == ATTEMPT_FAILED:
+            return
         if event["outcome"] == "done":
             life.accepted[event["stage"]] = event["delivery"]
         else:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from dataflow.batch import Failure
 from dataflow.events import Settled
 
 # Reserved names, so that no stage's column can collide with them.
@@ -37,6 +38,11 @@ LEDGER = pa.schema(
         pa.field("reason", pa.string()),
         pa.field("delivery", pa.int32()),
         pa.field("rows", pa.int32()),
+        pa.field("worker", pa.string()),
+        pa.field("attempt", pa.int32()),
+        pa.field("error", pa.string()),
+        pa.field("message", pa.string()),
+        pa.field("traceback", pa.string()),
     ]
 )
 
@@ -75,6 +81,8 @@ class JournalWriter:
         now = time.time()
         records = [
             {
+                **_failed(effect.failure),
+                "worker": effect.worker,
                 "at": now,
                 "window": effect.unit.window,
                 "unit": effect.unit.id,
@@ -110,6 +118,17 @@ class JournalWriter:
                 path.chmod(0o600)
                 self._writer = pa.ipc.new_stream(self._sink, batch.schema)
             self._writer.write_batch(batch)
+
+
+def _failed(failure: Failure | None) -> dict[str, Any]:
+    if failure is None:
+        return {}
+    return {
+        "attempt": failure.attempt,
+        "error": failure.type,
+        "message": failure.message,
+        "traceback": failure.traceback,
+    }
 
 
 def read_batches(path: Path) -> Iterator[pa.RecordBatch]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dataflow.config import RunConfig
 from dataflow.console import Console
-from dataflow.errors import RunError
+from dataflow.errors import RunError, WorkerBroken
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
 from dataflow.queue import MemoryQueue, Queue
@@ -37,46 +37,107 @@ def run_local(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str,
 async def _run(
     config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str, console: Console, queue: Queue
 ) -> Status:
-    journal = run_dir / "journal"
-    coordinator = coordinator_for(pipeline, run_id, config.limits.lease_s, config.limits.max_empty_windows)
-    service = CoordinatorService(coordinator, queue.clear, journal)
-    workers = []
-    beat = config.limits.heartbeat_s
-    for process in pipeline.processes().values():
-        for name, stage in process:
-            context = StageContext(run_id, run_dir, name, config.run.seed)
-            writer = JournalWriter(journal, stage, name)
-            workers.append(
-                Worker(name, pipeline.stages[stage], pipeline, service, queue, writer, context, heartbeat_s=beat)
-            )
-    for worker in workers:
-        with console.phase(f"{worker.stage.name} sets up"):
-            await worker.setup()
+    coordinator = coordinator_for(pipeline, run_id, config.limits)
+    service = CoordinatorService(coordinator, queue.clear, run_dir / "journal")
+    crew = _Crew(config, pipeline, run_dir, run_id, service, queue)
+    await crew.start(console)
     ticks = asyncio.create_task(service.tick_forever())
-    running = {asyncio.create_task(worker.run(), name=worker.name) for worker in workers}
     try:
-        return await _watch(config, service, console, running)
+        return await _watch(config, service, console, crew)
     finally:
         await service.stop("the run ended")
-        _, late = await asyncio.wait(running, timeout=STOP_S)
-        for task in [*late, ticks]:
-            task.cancel()
-        await asyncio.gather(*late, ticks, return_exceptions=True)
+        await crew.stop()
+        ticks.cancel()
+        await asyncio.gather(ticks, return_exceptions=True)
         await service.close()
         WeightsDirectory(run_id).remove()
 
 
-async def _watch(
-    config: RunConfig, service: CoordinatorService, console: Console, running: set[asyncio.Task[None]]
-) -> Status:
+class _Crew:
+    """The workers of a local run, and what is done when one breaks."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        pipeline: Pipeline,
+        run_dir: Path,
+        run_id: str,
+        service: CoordinatorService,
+        queue: Queue,
+    ) -> None:
+        self._config = config
+        self._pipeline = pipeline
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._service = service
+        self._queue = queue
+        self._restarts: dict[str, int] = {}
+        self.running: dict[asyncio.Task[None], tuple[str, str]] = {}
+
+    async def start(self, console: Console) -> None:
+        """Set every worker up, and let them run."""
+        hired = []
+        for process in self._pipeline.processes().values():
+            for name, stage in process:
+                worker = self._hire(name, stage)
+                with console.phase(f"{stage} sets up"):
+                    await worker.setup()
+                hired.append(worker)
+        for worker in hired:
+            self._run(worker)
+
+    async def check(self, console: Console) -> None:
+        """Replace the workers that broke.
+
+        Raises:
+            RunError: If one failed otherwise, has one owner, or breaks again and again.
+        """
+        for task in [task for task in self.running if task.done() and task.exception() is not None]:
+            name, stage = self.running.pop(task)
+            error = task.exception()
+            self._restarts[name] = self._restarts.get(name, 0) + 1
+            many = self._restarts[name] > self._config.cluster.max_restarts
+            if not isinstance(error, WorkerBroken) or many or self._pipeline.stages[stage].one_owner:
+                raise RunError(f"worker {name} failed: {type(error).__name__}: {error}") from error
+            console.say(f"! worker {name} broke ({error}); its units are re-dispatched and it is started again")
+            await self._service.died([name], str(error))
+            worker = self._hire(name, stage)
+            await worker.setup()
+            self._run(worker)
+
+    def window_closed(self) -> None:
+        """Only breaks in a row, with no window closed between, count against the limit."""
+        self._restarts.clear()
+
+    async def stop(self) -> None:
+        """Let the workers finish what they hold, for a few seconds; then cancel them."""
+        if not self.running:
+            return
+        _, late = await asyncio.wait(self.running, timeout=STOP_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+    def _hire(self, name: str, stage: str) -> Worker:
+        journal = JournalWriter(self._run_dir / "journal", stage, name)
+        context = StageContext(self._run_id, self._run_dir, name, self._config.run.seed)
+        beat = self._config.limits.heartbeat_s
+        built = self._pipeline.build(stage)
+        return Worker(name, built, self._pipeline, self._service, self._queue, journal, context, heartbeat_s=beat)
+
+    def _run(self, worker: Worker) -> None:
+        self.running[asyncio.create_task(worker.run(), name=worker.name)] = (worker.name, worker.stage.name)
+
+
+async def _watch(config: RunConfig, service: CoordinatorService, console: Console, crew: _Crew) -> Status:
     while True:
-        done, _ = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
-        status = await service.status(console.windows_shown, console.alarms_shown)
+        await asyncio.wait(crew.running, timeout=POLL_S, return_when=asyncio.FIRST_EXCEPTION)
+        status = await service.status(*console.wants)
         console.show(status)
-        for task in done:
-            if (error := task.exception()) is not None:
-                raise RunError(f"worker {task.get_name()} failed: {type(error).__name__}: {error}") from error
-        console.check(status, config.limits.stall_s)
+        if status.closed:
+            crew.window_closed()
+        await crew.check(console)
+        console.check(status)
         if status.finished:
-            await asyncio.gather(*running)  # what a worker closes with, such as a saved model, may fail too
+            await asyncio.gather(*crew.running)  # what a worker closes with, such as a saved model, may fail too
             return status

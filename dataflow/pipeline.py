@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dataflow.errors import ConfigError
-from dataflow.stage import Granularity, Stage, check_declaration, import_object
+from dataflow.stage import JOINS, WHOLE_GROUPS, Granularity, Stage, check_declaration, import_object
 from schemas.catalog import is_reserved
 from schemas.column import Column
 
@@ -33,6 +33,7 @@ class StagePlan:
         max_attempts: Failures of one unit before it becomes a tombstone.
         min_group: Fewest surviving units of a group that may be used.
         one_owner: Never delivered twice.
+        device: Stages of equal device take turns.
     """
 
     name: str
@@ -45,6 +46,7 @@ class StagePlan:
     max_attempts: int = 2
     min_group: int = 1
     one_owner: bool = False
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -132,13 +134,17 @@ class Pipeline:
         Raises:
             ConfigError: If the graph cannot run; see `check`.
         """
-        built = [(spec, spec.build()) for spec in self.specs]
         by_name: dict[str, Stage] = {}
-        for spec, stage in built:
+        for spec in self.specs:
+            stage = spec.build()
             if stage.name in by_name:
                 raise ConfigError(f"{spec.where or spec.use}: there are two stages named {stage.name!r}")
             by_name[stage.name] = stage
         return self._sorted(by_name)
+
+    def build(self, name: str) -> Stage:
+        """Make a fresh copy of a stage: each worker has its own."""
+        return next(stage for spec in self.specs if (stage := spec.build()).name == name)
 
     def processes(self) -> dict[str, list[tuple[str, str]]]:
         """Process name -> its workers, each (worker name, stage name)."""
@@ -169,7 +175,7 @@ class Pipeline:
             scope = KINDS
             for producer in depends:
                 scope &= kinds[producer]
-            if stage.granularity in ("join", "group", "window"):
+            if stage.granularity in (*JOINS, *WHOLE_GROUPS, "window"):
                 # A greedy session is there to be compared with: it is no member of a group, and never trained on.
                 scope &= {"sampled"}
             kinds[name] = scope
@@ -184,6 +190,7 @@ class Pipeline:
                 stage.max_attempts,
                 stage.min_group,
                 stage.one_owner,
+                stage.device,
             )
         return plans
 

@@ -17,6 +17,10 @@ class Queue(Protocol):
     time raises.
     """
 
+    @property
+    def timeout_s(self) -> float:
+        """Longest time of one call, in seconds."""
+
     def put(self, partition: str, keys: Sequence[str], columns: Mapping[str, pa.Array]) -> None:
         """Write columns of rows; a row that is not there is made, a value that is there is replaced.
 
@@ -50,6 +54,8 @@ class Queue(Protocol):
 
 class MemoryQueue:
     """The queue of a run in one process, and of tests. Passes the same contract tests as TransferQueue."""
+
+    timeout_s = 1.0
 
     def __init__(self) -> None:
         self._partitions: dict[str, dict[str, dict[str, pa.Array]]] = {}

@@ -137,7 +137,7 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
     started = time.monotonic()
     with (
         _own_terminal(run_dir / "logs" / "driver.log") as terminal,
-        Console(run_dir, pipeline.windows, terminal) as console,
+        Console(run_dir, pipeline.windows, config.limits, terminal) as console,
     ):
         console.say(f"run directory: {run_dir}")
         try:

@@ -11,12 +11,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from dataflow.config import LimitsSection
 from dataflow.coordinator import Coordinator
 from dataflow.errors import QueueError
 from dataflow.events import (
     Alarm,
+    Blocked,
     Claim,
     ClaimWanted,
     ClaimWithdrawn,
@@ -26,18 +28,23 @@ from dataflow.events import (
     Grant,
     Halt,
     Heartbeat,
+    Holding,
     Ledger,
     Settled,
+    Stopped,
     Tick,
+    Unused,
     WindowClosed,
     WorkerDied,
     WorkerJoined,
 )
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
+from dataflow.waits import Wait
 from dataflow.worker import Metrics, Report, Stop
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 CLAIM_WAIT_S = 20.0
 TICK_S = 1.0
@@ -71,25 +78,33 @@ class Status:
     Attributes:
         closed: Records of windows closed since the asked-for one.
         stages: Stage -> cell state -> count.
-        leases: (worker, stage, units, seconds to the deadline).
         ledger: Counts of all units.
         alarms: Messages since the asked-for one.
         finished: Whether all windows are closed.
         idle_s: Seconds since a worker last reported anything.
+        works: Whether any claim is within its deadline.
+        silent: Workers that send no heartbeat; their processes are to be ended.
         halted: Why the run cannot go on; empty if it can.
+        detailed: Whether the rest was asked for.
+        blocked: What does not move.
+        waits: Worker -> what it waits for inside.
     """
 
     closed: list[WindowRecord] = field(default_factory=list)
     stages: dict[str, dict[str, int]] = field(default_factory=dict)
-    leases: list[tuple[str, str, str, float]] = field(default_factory=list)
     ledger: Ledger = field(default_factory=Ledger)
     alarms: list[str] = field(default_factory=list)
     finished: bool = False
     idle_s: float = 0.0
+    works: bool = False
+    silent: list[str] = field(default_factory=list)
     halted: str = ""
+    detailed: bool = False
+    blocked: list[Blocked] = field(default_factory=list)
+    waits: dict[str, tuple[Wait, ...]] = field(default_factory=dict)
 
 
-def coordinator_for(pipeline: Pipeline, run_id: str, lease_s: float, max_empty_windows: int) -> Coordinator:
+def coordinator_for(pipeline: Pipeline, run_id: str, settings: LimitsSection) -> Coordinator:
     """Make the state machine of a pipeline: credits become a number of open windows."""
     limits = [
         limit // per_window
@@ -105,8 +120,9 @@ def coordinator_for(pipeline: Pipeline, run_id: str, lease_s: float, max_empty_w
         pipeline.windows,
         max_staleness=pipeline.max_staleness,
         max_open_windows=max(1, min(limits)) if limits else None,
-        lease_s=lease_s,
-        max_empty_windows=max_empty_windows,
+        lease_s=settings.lease_s,
+        max_empty_windows=settings.max_empty_windows,
+        max_failures=settings.max_failures,
     )
 
 
@@ -134,8 +150,9 @@ class CoordinatorService:
         self._tickets: dict[int, asyncio.Future[Claim]] = {}
         self._serial = 0
         self._metrics: dict[str, dict[str, tuple[float, float]]] = {}
-        self._closed: list[WindowRecord] = []
-        self._alarms: list[str] = []
+        self._closed: _Feed[WindowRecord] = _Feed()
+        self._alarms: _Feed[str] = _Feed()
+        self._waits: dict[str, tuple[Wait, ...]] = {}
         self._closed_at: float | None = None
         self._clearing: set[asyncio.Task[None]] = set()
         self._stopping = ""
@@ -150,7 +167,7 @@ class CoordinatorService:
             self._closed_at = self._clock()
         self._handle(WorkerJoined(worker, stage, self._clock(), process))
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
+    async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | None:
         """Wait for work for at most `CLAIM_WAIT_S`; None if there was none.
 
         Raises:
@@ -162,7 +179,7 @@ class CoordinatorService:
         ticket = self._serial
         future: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
         self._tickets[ticket] = future
-        self._handle(ClaimWanted(worker, ticket, loaded_version, self._clock()))
+        self._handle(ClaimWanted(worker, ticket, request, loaded_version, holding, self._clock()))
         try:
             return await asyncio.wait_for(asyncio.shield(future), CLAIM_WAIT_S)
         except TimeoutError:
@@ -188,35 +205,54 @@ class CoordinatorService:
             old = totals.get(name, (0.0, 0.0))
             totals[name] = (old[0] + total, old[1] + weight)
 
-    async def heartbeat(self, worker: str) -> None:
+    async def heartbeat(self, worker: str, holding: Holding, waits: tuple[Wait, ...]) -> None:
         """A worker is alive."""
-        self._handle(Heartbeat(worker, self._clock()))
+        self._waits[worker] = waits
+        self._handle(Heartbeat(worker, holding, self._clock()))
 
     # ---- for the driver -------------------------------------------------------------------------------
 
     async def died(self, workers: Sequence[str], reason: str) -> None:
         """The process of these workers ended."""
         now = self._clock()
+        for worker in workers:
+            self._waits.pop(worker, None)
         self._execute(self.coordinator.handle(*(WorkerDied(worker, reason, now) for worker in workers)))
+
+    async def fail(self, reason: str) -> None:
+        """The run cannot go on, for a reason outside of any stage."""
+        self._handle(Stopped("", reason, self._clock()))
 
     async def stop(self, reason: str) -> None:
         """End the run: waiting workers are told, and no claim is granted any more."""
         self._stopping = self._stopping or reason
         self._release_waiting()
 
-    async def status(self, closed_from: int, alarms_from: int) -> Status:
-        """The state of the run, with window records and alarms from the given numbers on."""
+    async def status(self, closed_from: int, alarms_from: int, detail: bool = False) -> Status:
+        """The state of the run, with window records and alarms from the given numbers on; earlier ones are forgotten.
+
+        Args:
+            closed_from: Number of the first window record.
+            alarms_from: Number of the first alarm.
+            detail: Whether to list what does not move.
+        """
         now = self._clock()
-        return Status(
-            self._closed[closed_from:],
+        status = Status(
+            self._closed.since(closed_from),
             self.coordinator.waits(),
-            [(worker, stage, what, deadline - now) for worker, stage, what, deadline in self.coordinator.leases()],
             self.coordinator.ledger,
-            self._alarms[alarms_from:],
+            self._alarms.since(alarms_from),
             self.coordinator.finished,
             now - self._progress_at,
+            self.coordinator.works(now),
+            self.coordinator.silent(),
             self.coordinator.halted,
         )
+        if detail:
+            status.detailed = True
+            status.blocked = self.coordinator.blocked(now)
+            status.waits = {worker: waits for worker, waits in self._waits.items() if waits}
+        return status
 
     async def tick_forever(self) -> None:
         """Let time pass for leases and deadlines. Runs until cancelled."""
@@ -251,6 +287,10 @@ class CoordinatorService:
                     future.set_result(effect.claim)
             elif isinstance(effect, WindowClosed):
                 self._window_closed(effect)
+            elif isinstance(effect, Unused):
+                task = asyncio.get_running_loop().create_task(self._clear_partition(effect.window))
+                self._clearing.add(task)
+                task.add_done_callback(self._clearing.discard)
             elif isinstance(effect, Alarm):
                 log.warning("alarm: %s", effect.message)
                 self._alarms.append(effect.message)
@@ -268,9 +308,6 @@ class CoordinatorService:
         weights = {name: weight for name, (_, weight) in totals.items() if weight}
         counts = {f"{kind} {outcome}": count for (kind, outcome), count in effect.counts.items()}
         self._closed.append(WindowRecord(effect.window_index, effect.window, seconds, metrics, weights, counts))
-        task = asyncio.get_running_loop().create_task(self._clear_partition(effect.window))
-        self._clearing.add(task)
-        task.add_done_callback(self._clearing.discard)
 
     async def _clear_partition(self, window: str) -> None:
         try:
@@ -284,6 +321,23 @@ class CoordinatorService:
         for future in self._tickets.values():
             if not future.done():
                 future.set_exception(Stop())
+
+
+class _Feed(Generic[T]):
+    """A numbered list that forgets what its one reader has seen."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._items: list[T] = []
+
+    def append(self, item: T) -> None:
+        self._items.append(item)
+
+    def since(self, number: int) -> list[T]:
+        """The items from a number on; those before it are forgotten."""
+        del self._items[: max(0, number - self._first)]
+        self._first = max(self._first, number)
+        return list(self._items)
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:

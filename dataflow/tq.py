@@ -52,6 +52,12 @@ def start(storage_units: int) -> None:
     )
 
 
+def actors(storage_units: int) -> list[tuple[str, str | None]]:
+    """Name and namespace of each of the queue's actors; None is the namespace of the process that called `start`."""
+    units = [(f"TransferQueueStorageUnit#{number}", None) for number in range(storage_units)]
+    return [(CONTROLLER, NAMESPACE), *units]
+
+
 def shut_down() -> None:
     """Stop the queue's actors. Only the process that called `start` may."""
     import transfer_queue as tq
@@ -74,7 +80,7 @@ class TransferQueue:
         self._tq = tq
         self._columns = dict(columns)
         self._producers = dict(producers)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._calls = ThreadPoolExecutor(8, thread_name_prefix="transfer-queue")
         self._call("attach", tq.init)
 
@@ -154,10 +160,10 @@ class TransferQueue:
         # The library's calls have no deadline of their own: with a dead controller they hang for ever.
         future = self._calls.submit(function, *args, **kwargs)
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.timeout_s)
         except CallTimeout:
             raise QueueError(
-                f"TransferQueue did not answer {what!r} within {self._timeout_s:g} s; its controller or storage is "
+                f"TransferQueue did not answer {what!r} within {self.timeout_s:g} s; its controller or storage is "
                 "gone or overloaded (queue.timeout_s sets the limit)"
             ) from None
         except Exception as error:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
-from dataflow.batch import Batch, Unit, address, prompt_key, row_key
+from dataflow.batch import Batch, Failure, Unit, address, prompt_key, row_key
 from dataflow.errors import DataflowError, Drop, QueueError, RowError, RunError, WorkerBroken
 from dataflow.events import (
     Acknowledged,
@@ -28,21 +28,26 @@ from dataflow.events import (
     ClaimedUnit,
     Dropped,
     Failed,
+    Holding,
     Prompt,
     Published,
     Stopped,
+    Suspended,
     Warned,
 )
 from dataflow.journal import JournalWriter
 from dataflow.pipeline import Pipeline
 from dataflow.queue import Queue
-from dataflow.stage import Outcome, Stage, StageContext, check_columns, is_streaming
+from dataflow.stage import JOINS, WHOLE_GROUPS, Outcome, Stage, StageContext, check_columns, is_streaming
+from dataflow.waits import Wait
 from schemas.column import ColumnError, to_values
 
 log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, tuple[float, float]]
-Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Warned | Published
+Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Warned | Suspended | Published
+
+TRACEBACK_CHARACTERS = 4000
 
 
 class Stop(Exception):
@@ -55,8 +60,14 @@ class Control(Protocol):
     async def joined(self, worker: str, stage: str, process: str) -> None:
         """Announce a worker that is ready."""
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
+    async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | None:
         """Wait for work; None after a while without any.
+
+        Args:
+            worker: Its name.
+            request: The worker's own number of this request, larger than those before.
+            loaded_version: Policy version that the worker's engine holds.
+            holding: What the worker is about.
 
         Raises:
             Stop: When the run is over.
@@ -65,8 +76,8 @@ class Control(Protocol):
     async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
         """Hand in results; all of one call are handled at once."""
 
-    async def heartbeat(self, worker: str) -> None:
-        """Renew the worker's leases."""
+    async def heartbeat(self, worker: str, holding: Holding, waits: tuple[Wait, ...]) -> None:
+        """Renew the worker's leases, and tell what it waits for inside."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +125,12 @@ class Worker:
         self._process_name = process or name
         self._heartbeat_s = heartbeat_s
         self._threads = self._new_threads()
+        self._hung = ""
+        self._suspended = False
+        self._turn = asyncio.Lock()
+        self._requests = 0
+        self._asking: set[int] = set()
+        self._claims: set[int] = set()
 
     def _new_threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(self.stage.concurrency, thread_name_prefix=self.name)
@@ -141,16 +158,54 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await self._control.heartbeat(self.name)
+            await self._control.heartbeat(self.name, self._holding(), self._context.waits.open())
 
     async def _loop(self) -> None:
         while True:
             try:
-                claim = await self._control.claim(self.name, self.stage.loaded_version)
+                claim = await self._ask()
             except Stop:
                 return
-            if claim is not None:
+            if claim is None:
+                continue
+            if claim.suspend:
+                await self._suspend()
+                continue
+            try:
+                await self._resume()
                 await self._work(claim)
+            finally:
+                self._claims.discard(claim.id)
+            if self._hung:
+                raise WorkerBroken(f"{self._hung}; a thread cannot be stopped, so its process is of no more use")
+
+    async def _ask(self) -> Claim | None:
+        self._requests += 1
+        request = self._requests
+        self._asking.add(request)
+        try:
+            claim = await self._control.claim(self.name, request, self.stage.loaded_version, self._holding())
+            if claim is not None:
+                self._claims.add(claim.id)
+            return claim
+        finally:
+            self._asking.discard(request)
+
+    def _holding(self) -> Holding:
+        return Holding(frozenset(self._claims), frozenset(self._asking), self._requests)
+
+    async def _suspend(self) -> None:
+        """Free the device that other stages share. Nothing is claimed meanwhile: the coordinator sees to that."""
+        async with self._turn:
+            await _maybe_await(self.stage.suspend)
+            self._suspended = True
+        await self._control.report([Suspended(self.name, 0.0)], {}, "")
+
+    async def _resume(self) -> None:
+        async with self._turn:
+            if self._suspended:
+                await _maybe_await(self.stage.resume)
+                self._suspended = False
 
     # ---- one claim ----------------------------------------------------------------------------------
 
@@ -224,7 +279,7 @@ class Worker:
         pieces: list[tuple[list[ClaimedUnit], slice]] = []
         for unit, rows in batch.sessions():
             last = pieces[-1][0][-1].unit if pieces else None
-            if self.stage.granularity == "group" and last is not None and last.uid == unit.uid:
+            if self.stage.granularity in WHOLE_GROUPS and last is not None and last.uid == unit.uid:
                 pieces[-1] = ([*pieces[-1][0], by_id[unit.id]], slice(pieces[-1][1].start, rows.stop))
             else:
                 pieces.append(([by_id[unit.id]], rows))
@@ -233,15 +288,29 @@ class Worker:
     async def _process(self, batch: Batch, deadline_s: float) -> Any:
         limit = asyncio.timeout(deadline_s)
         try:
-            async with limit:
-                return await _maybe_await(self.stage.process, batch, threads=self._threads)
+            with self._processing(batch, deadline_s):
+                async with limit:
+                    return await _maybe_await(self.stage.process, batch, threads=self._threads)
         except TimeoutError:
             if not limit.expired():
                 raise  # the stage's own
-            # A thread cannot be stopped: what hangs keeps its own, and the next call gets a fresh one.
-            self._threads.shutdown(wait=False)
-            self._threads = self._new_threads()
-            raise TimeoutError(f"stage {self.stage.name!r} took longer than its deadline of {deadline_s:g} s") from None
+            message = self._overran(deadline_s)
+            if not inspect.iscoroutinefunction(self.stage.process):
+                # What hangs keeps its thread, and the next call gets a fresh one.
+                self._hung = message
+                self._threads.shutdown(wait=False)
+                self._threads = self._new_threads()
+            raise TimeoutError(message) from None
+
+    def _processing(self, batch: Batch, deadline_s: float) -> contextlib.AbstractContextManager[None]:
+        uids = list(dict.fromkeys(unit.uid for unit in batch.units))
+        subject = (
+            f"process() on {len(batch)} rows of {batch.window} (uids {', '.join(uids[:3])}{', ...' * (uids[3:] != [])})"
+        )
+        return self._context.waits.named(subject, deadline_s, "they are cancelled and count as failed once")
+
+    def _overran(self, deadline_s: float) -> str:
+        return f"stage {self.stage.name!r} took longer than its deadline of {deadline_s:g} s"
 
     async def _stream(self, claim: Claim) -> None:
         """Run an async generator; write and acknowledge what it yields as it comes, in whatever lots it comes."""
@@ -252,18 +321,17 @@ class Worker:
         limit = asyncio.timeout(claim.deadline_s)
         try:
             results = cast(AsyncGenerator[tuple[Unit, Outcome]], self.stage.process(batch))
-            async with limit, contextlib.aclosing(results):
-                async for unit, outcome in results:
-                    waiting.put_nowait(_Result(by_id.pop(unit.id), outcome))
-                    if writer.done():
-                        break  # it failed; what is not written need not be made
+            with self._processing(batch, claim.deadline_s):
+                async with limit, contextlib.aclosing(results):
+                    async for unit, outcome in results:
+                        waiting.put_nowait(_Result(by_id.pop(unit.id), outcome))
+                        if writer.done():
+                            break  # it failed; what is not written need not be made
             error: Exception = RowError("the stage ended without a result for this unit")
         except TimeoutError as raised:
             error = raised
             if limit.expired():
-                error = TimeoutError(
-                    f"stage {self.stage.name!r} took longer than its deadline of {claim.deadline_s:g} s"
-                )
+                error = TimeoutError(self._overran(claim.deadline_s))
         except asyncio.CancelledError:
             writer.cancel()
             raise
@@ -308,7 +376,8 @@ class Worker:
         if kept:
             arrays = self._cast({name: [values[row] for row in kept] for name, values in columns.items()}, keys)
             places = [address(key, claim.delivery) for key in keys]
-            await asyncio.to_thread(self._queue.put, claim.window, places, arrays)
+            with self._calling_queue("write", len(keys), claim.window):
+                await asyncio.to_thread(self._queue.put, claim.window, places, arrays)
             self._journal.rows(claim.window, keys, places, arrays)
         admitted = Admitted(self.name, claim.id, claim.window_index, claim.delivery, tuple(prompts), 0.0)
         await self._control.report([admitted], batch.metrics, claim.window)
@@ -316,10 +385,15 @@ class Worker:
     # ---- reading ------------------------------------------------------------------------------------
 
     async def _fetch(self, claim: Claim) -> Batch:
-        batch = await asyncio.to_thread(self._fetch_units, claim, claim.units)
-        if self.stage.granularity == "join":
-            batch.baseline = await asyncio.to_thread(self._fetch_units, claim, claim.baselines)
-        return batch
+        with self._calling_queue("read", len(claim.units), claim.window):
+            batch = await asyncio.to_thread(self._fetch_units, claim, claim.units)
+            if self.stage.granularity in JOINS:
+                batch.baseline = await asyncio.to_thread(self._fetch_units, claim, claim.baselines)
+            return batch
+
+    def _calling_queue(self, what: str, units: int, window: str) -> contextlib.AbstractContextManager[None]:
+        subject = f"the queue, to {what} {units} units of {window}"
+        return self._context.waits.named(subject, self._queue.timeout_s, "the run stops")
 
     def _fetch_units(self, claim: Claim, units: Sequence[ClaimedUnit]) -> Batch:
         """Read the declared columns, producer by producer, each at the address that was accepted for it."""
@@ -374,7 +448,7 @@ class Worker:
         for unit, rows in batch.sessions():
             part = {name: list(values[rows]) for name, values in columns.items()}
             marks = [value for values in part.values() for value in values if isinstance(value, RowError | Drop)]
-            if self.stage.granularity == "group" and not marks:
+            if self.stage.granularity in WHOLE_GROUPS and not marks:
                 self._checked(by_id[unit.id], part)  # a bad value fails the whole group: its rest is another group
             results.append(_Result(by_id[unit.id], marks[0] if marks else part))
         return results
@@ -395,7 +469,8 @@ class Worker:
                 except (ColumnError, ValueError, TypeError) as error:
                     reports.append(self._failure(claim, unit, error))
         if good:
-            await asyncio.to_thread(self._put, claim, good)
+            with self._calling_queue("write", len(good), claim.window):
+                await asyncio.to_thread(self._put, claim, good)
             reports += [
                 Acknowledged(self.name, claim.id, unit.unit.id, unit.delivery, count, 0.0) for unit, _, count in good
             ]
@@ -438,29 +513,25 @@ class Worker:
 
     def _failure(self, claim: Claim, unit: ClaimedUnit, error: Exception) -> Failed:
         # A unit of a group cannot be tried again alone: its estimate would be of another group.
-        value = isinstance(error, RowError)
-        retry = (
-            error.retry and self.stage.granularity not in ("group", "window") if isinstance(error, RowError) else True
-        )
-        return Failed(self.name, claim.id, unit.unit.id, unit.delivery, _describe(error, short=value), retry, 0.0)
+        whole = self.stage.granularity in (*WHOLE_GROUPS, "window")
+        retry = error.retry and not whole if isinstance(error, RowError) else True
+        return Failed(self.name, claim.id, unit.unit.id, unit.delivery, _failure_of(error), retry, 0.0)
 
     def _window_failure(self, claim: Claim, error: Exception) -> Failed:
         retry = not isinstance(error, DataflowError)
-        return Failed(self.name, claim.id, claim.window, claim.delivery, _describe(error), retry, 0.0)
+        return Failed(self.name, claim.id, claim.window, claim.delivery, _failure_of(error), retry, 0.0)
 
     async def _report(self, reports: Sequence[Report]) -> None:
         for report in reports:
             if isinstance(report, Failed):
-                log.warning("unit failed stage=%s unit=%s error=%s", self.stage.name, report.unit, report.error)
+                log.warning("unit failed stage=%s unit=%s error=%s", self.stage.name, report.unit, report.failure)
         await self._control.report(reports, {}, "")
 
 
-def _describe(error: Exception, *, short: bool = False) -> str:
-    head = f"{type(error).__name__}: {error}"
-    if short or not error.__traceback__:
-        return head
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{head} ({last.filename}:{last.lineno} in {last.name})"
+def _failure_of(error: Exception) -> Failure:
+    """An exception as data. One that was handed over as a value was never raised, and has no traceback."""
+    trace = "".join(traceback.format_exception(error)) if error.__traceback__ else ""
+    return Failure(type(error).__name__, str(error), trace[-TRACEBACK_CHARACTERS:])
 
 
 async def _maybe_await(function: Callable[..., Any], *args: Any, threads: ThreadPoolExecutor | None = None) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dataflow.batch import Failure
 from dataflow.coordinator import Coordinator
 from dataflow.events import (
     Acknowledged,
@@ -23,6 +24,7 @@ from dataflow.events import (
     Grant,
     Halt,
     Heartbeat,
+    Holding,
     Prompt,
     Published,
     Settled,
@@ -104,7 +106,7 @@ class Drive:
     def want(self, worker: str) -> int:
         """Ask for work; returns the ticket."""
         self.tickets += 1
-        self.send(ClaimWanted(worker, self.tickets, 0, self.now))
+        self.send(ClaimWanted(worker, self.tickets, self.tickets, 0, Holding(), self.now))
         return self.tickets
 
     def claim(self, worker: str) -> Claim:
@@ -134,7 +136,7 @@ class Drive:
         effects: list[Effect] = []
         for unit in claim.units:
             if unit.unit.id in units:
-                effects += self.send(Failed(worker, claim.id, unit.unit.id, unit.delivery, error, retry, self.now))
+                effects += self.send(Failed(worker, claim.id, unit.unit.id, unit.delivery, Failure("Error", error), retry, self.now))
         return effects
 
     def work(self, worker: str) -> Claim:
@@ -261,7 +263,7 @@ def test_a_join_is_offered_a_greedy_unit_that_failed_as_a_tombstone() -> None:
     run.work("rollout-0")
     graded = run.claim("reward-0")
     run.acknowledge("reward-0", graded, {key("0-a", 0), key("0-a", 1)})
-    run.fail("reward-0", graded, key("0-a#greedy"), retry=False, error="ValueError: no")
+    run.fail("reward-0", graded, key("0-a#greedy"), retry=False, error="no")
     claim = run.claim("join-0")
     assert ids(claim) == [key("0-a", 0), key("0-a", 1)]
     assert claim.baselines == ()
@@ -419,8 +421,8 @@ def test_a_grant_carries_the_newest_weights_and_the_oldest_version_that_an_engin
     )
     run.send(Published(WeightsRef(2, "two"), run.now))
     run.send(Published(WeightsRef(1, "one"), run.now))
-    run.send(ClaimWanted("rollout-0", 901, 2, run.now))
-    run.send(ClaimWanted("rollout-1", 902, 1, run.now))
+    run.send(ClaimWanted("rollout-0", 901, 901, 2, Holding(), run.now))
+    run.send(ClaimWanted("rollout-1", 902, 902, 1, Holding(), run.now))
     claim = run.claim("source-0")
     assert claim.weights == WeightsRef(2, "two")
     assert claim.oldest_loaded == 1
@@ -559,7 +561,7 @@ def test_a_source_that_fails_is_asked_again_and_then_stops_the_run() -> None:
         assert run.coordinator.halted == ""
         claim = run.claim("source-0")
         assert claim.delivery == attempt
-        run.send(Failed("source-0", claim.id, claim.window, claim.delivery, "disk full", True, run.now))
+        run.send(Failed("source-0", claim.id, claim.window, claim.delivery, Failure("Error", "disk full"), True, run.now))
     assert "'source' could not fill window run/train/000000 in 2 attempts: disk full" in run.of(Halt)[0].reason
 
 
@@ -585,7 +587,7 @@ def expired(lease_s: float = 60.0) -> tuple[Drive, Claim, Claim]:
     run.work("rollout-0")
     first = run.claim("reward-0")
     run.now += lease_s + 1
-    run.send(Heartbeat("reward-1", run.now))
+    run.send(Heartbeat("reward-1", Holding(), run.now))
     run.send(Tick(run.now))
     return run, first, run.claim("reward-1")
 
@@ -610,7 +612,7 @@ def test_heartbeats_keep_a_lease() -> None:
     run.claim("rollout-0")
     for _ in range(4):
         run.now += 50
-        run.send(Heartbeat("rollout-0", run.now))
+        run.send(Heartbeat("rollout-0", Holding(), run.now))
         run.send(Tick(run.now))
     assert run.of(Alarm) == []
 
@@ -623,7 +625,7 @@ def test_a_lease_far_over_its_deadline_is_given_to_others_although_its_worker_is
     run.admit(Prompt("0-a", 1, False))
     run.claim("rollout-0")
     run.now = 161
-    run.send(Heartbeat("rollout-0", run.now))
+    run.send(Heartbeat("rollout-0", Holding(), run.now))
     run.send(Tick(run.now))
     (alarm,) = run.of(Alarm)
     assert "overran its deadline" in alarm.message
@@ -695,7 +697,7 @@ def test_a_failed_unit_is_tried_again_although_the_last_report_of_its_claim_came
     run.work("rollout-0")
     first = run.claim("reward-0")
     run.now = 61
-    run.send(Heartbeat("reward-1", run.now))
+    run.send(Heartbeat("reward-1", Holding(), run.now))
     run.send(Tick(run.now))
     second = run.claim("reward-1")
     run.fail("reward-1", second, key("0-a", 0))

@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from dataflow.batch import Failure
 from dataflow.coordinator import Coordinator
 from dataflow.events import (
     Acknowledged,
@@ -28,6 +29,7 @@ from dataflow.events import (
     Failed,
     Grant,
     Heartbeat,
+    Holding,
     Prompt,
     Published,
     Settled,
@@ -114,7 +116,7 @@ class World:
         if worker not in self.waiting:
             self.tickets += 1
             self.waiting[worker], self.seen[worker] = self.tickets, self.now
-            self.send(ClaimWanted(worker, self.tickets, 0, self.now))
+            self.send(ClaimWanted(worker, self.tickets, self.tickets, 0, Holding(), self.now))
 
     def report(self, held: Held, choose: Callable[[], str], keep: bool = False) -> None:
         """Report all of a claim, in part with failures and drops; `keep` leaves it to be reported again."""
@@ -137,7 +139,7 @@ class World:
         claim = held.claim
         held.reported.add(claim.window)
         if outcome == "fail":
-            self.send(Failed(held.worker, claim.id, claim.window, claim.delivery, "boom", True, self.now))
+            self.send(Failed(held.worker, claim.id, claim.window, claim.delivery, Failure("Error", "boom"), True, self.now))
             return
         self.written.setdefault(("source", claim.window), set()).add(claim.delivery)
         prompts = [Prompt(f"0-{claim.window_index}{name}", SESSIONS, False) for name in "ab"]
@@ -178,7 +180,7 @@ class World:
 
     def heartbeat(self, worker: str) -> None:
         self.seen[worker] = self.now
-        self.send(Heartbeat(worker, self.now))
+        self.send(Heartbeat(worker, Holding(), self.now))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds

@@ -14,13 +14,15 @@ import pyarrow as pa
 import pytest
 
 from dataflow.batch import Batch, Unit
+from dataflow.config import LimitsSection
 from dataflow.errors import Drop, RowError, WorkerBroken
-from dataflow.events import Claim
+from dataflow.events import ATTEMPT_FAILED, Claim, Holding
 from dataflow.journal import JournalWriter, read_batches
 from dataflow.pipeline import Pipeline, StageSpec
 from dataflow.queue import MemoryQueue
 from dataflow.service import CoordinatorService, WindowRecord, coordinator_for
 from dataflow.stage import Outcome, Stage, StageConfig, StageContext, stage
+from dataflow.waits import Wait
 from dataflow.worker import Control, Metrics, Report, Worker
 from schemas.catalog import columns
 from schemas.column import Column
@@ -133,7 +135,7 @@ class Line:
         self.queue = MemoryQueue()
         self.folder = folder
         self.written: dict[str, list[str]] = {}
-        coordinator = coordinator_for(self.pipeline, "run", lease_s, max_empty_windows=3)
+        coordinator = coordinator_for(self.pipeline, "run", LimitsSection(lease_s=lease_s, max_failures=None))
         self.service = CoordinatorService(coordinator, self._clear, folder)
 
     def _clear(self, window: str) -> int:
@@ -166,7 +168,7 @@ class Line:
         """Unit -> its final outcome and reason, as the ledger's journal has them."""
         (path,) = self.folder.glob("ledger.*.arrows")
         records = [record for batch in read_batches(path) for record in batch.to_pylist()]
-        return {r["unit"]: (r["outcome"], r["reason"]) for r in records if r["outcome"] != "done"}
+        return {r["unit"]: (r["outcome"], r["reason"]) for r in records if r["outcome"] not in ("done", ATTEMPT_FAILED)}
 
     def failures(self) -> dict[str, str]:
         """Failed unit -> why."""
@@ -652,16 +654,16 @@ class Cut:
     async def joined(self, worker: str, stage: str, process: str) -> None:
         await self._control.joined(worker, stage, process)
 
-    async def claim(self, worker: str, loaded_version: int) -> Claim | None:
-        return await self._control.claim(worker, loaded_version)
+    async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | None:
+        return await self._control.claim(worker, request, loaded_version, holding)
 
     async def report(self, reports: Sequence[Report], metrics: Metrics, window: str) -> None:
         self.last = (reports, metrics, window)
         self.reported.set()
         await asyncio.Event().wait()
 
-    async def heartbeat(self, worker: str) -> None:
-        await self._control.heartbeat(worker)
+    async def heartbeat(self, worker: str, holding: Holding, waits: tuple[Wait, ...]) -> None:
+        await self._control.heartbeat(worker, holding, waits)
 
 
 @pytest.mark.parametrize("late", [False, True])
