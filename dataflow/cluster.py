@@ -28,6 +28,7 @@ from dataflow.pipeline import Pipeline
 from dataflow.reaper import MARK, RunFolder, processes_of, reap
 from dataflow.service import CoordinatorService, Status, coordinator_for
 from dataflow.stage import StageContext
+from dataflow.testing.faults import Faults
 from dataflow.waits import Wait
 from dataflow.worker import Metrics, Report, Stop, Worker
 
@@ -173,11 +174,13 @@ class _ProcessActor:
         control = _RemoteControl(self._coordinator)
         beat = boot.config.limits.heartbeat_s
         queue = _LateQueue()
+        faults = Faults(boot.config.faults, boot.config.run.seed, boot.run_dir)
         for name, stage_name in self._members:
             stage = boot.pipeline.build(stage_name)
             context = StageContext(boot.run_id, boot.run_dir, name, boot.config.run.seed)
             writer = JournalWriter(journal, stage_name, name)
-            self._workers.append(Worker(name, stage, boot.pipeline, control, queue, writer, context, self._name, beat))
+            seen, reached = faults.around(stage, control, queue)
+            self._workers.append(Worker(name, stage, boot.pipeline, seen, reached, writer, context, self._name, beat))
         for worker in self._workers:
             await worker.setup()
         await self._coordinator.ready.remote()

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -81,23 +81,56 @@ class LimitsSection(Section):
         return self.lease_s / 6
 
 
-class StageEntry(Section):
+class StageSettings(Section):
+    """What a configuration may change of a stage; what it leaves out is as the stage declares."""
+
+    workers: int | None = Field(None, ge=1)
+    """Copies of the stage."""
+    batch_rows: int | None = Field(None, ge=1)
+    """Most units in one claim."""
+    deadline_s: float | None = Field(None, gt=0)
+    """Longest time for one claim, in seconds."""
+    max_attempts: int | None = Field(None, ge=1)
+    """Failures of one unit before it becomes a tombstone."""
+    placement: str | None = None
+    """Stages of equal placement share one process."""
+
+
+class StageEntry(StageSettings):
     """A stage of the user's own."""
 
     use: str
     """Import path: `package.module:name` or `folder/file.py:name`."""
     options: dict[str, Any] = {}
     """Options for the stage's own config."""
-    workers: int | None = Field(None, ge=1)
-    """Copies of the stage; default as the stage declares."""
-    batch_rows: int | None = Field(None, ge=1)
-    """Most units in one claim; default as the stage declares."""
-    deadline_s: float | None = Field(None, gt=0)
-    """Longest time for one claim, in seconds; default as the stage declares."""
-    max_attempts: int | None = Field(None, ge=1)
-    """Failures of one unit before it becomes a tombstone; default as the stage declares."""
-    placement: str | None = None
-    """Stages of equal placement share one process; default as the stage declares."""
+
+
+class Fault(Section):
+    """One thing that goes wrong, on purpose; `dataflow.testing.faults` does it.
+
+    It strikes the claim, process or report that a matching unit is in.
+    """
+
+    kind: Literal["kill", "hang", "slow", "raise", "drop", "duplicate", "late"]
+    """kill: the process is ended by SIGKILL. hang: process() does not return (for `seconds`, if given). slow: it takes
+    `seconds` longer. raise: it raises. drop: the report is lost. duplicate: it is sent twice. late: the write takes
+    `seconds` longer."""
+    stage: str
+    """The stage that it strikes."""
+    window: int | None = Field(None, ge=0)
+    """Only in this window."""
+    uid: str | None = None
+    """Only units of this uid."""
+    greedy: bool | None = None
+    """Only greedy units, or only sampled ones."""
+    probability: float = Field(1.0, gt=0, le=1)
+    """Chance that it strikes, drawn anew for each delivery of a unit from run.seed."""
+    times: int | None = Field(1, ge=1)
+    """How often in the run; none is no limit."""
+    seconds: float = Field(0.0, ge=0)
+    """How long `slow`, `late` and, if it is not for ever, `hang` take."""
+    where: Literal["before", "written", "reported"] = "before"
+    """When a `kill` comes: before process(), when the rows are written and not reported, or after the report."""
 
 
 class RunConfig(Section):
@@ -111,8 +144,14 @@ class RunConfig(Section):
     limits: LimitsSection = LimitsSection()
     stages: list[StageEntry] = []
     """Stages of the user's own, added to the recipe's."""
-    placement: dict[str, str] = {}
-    """Stage name -> process name, to give a stage a process of its own or put some together."""
+    settings: dict[str, StageSettings] = {}
+    """Stage name -> what is changed of it: workers, batch_rows, deadline_s, max_attempts, placement."""
+    faults: list[Fault] = []
+    """Faults to put into the run, to see that it survives them; see docs/faults.md."""
+
+    def changes(self) -> dict[str, dict[str, Any]]:
+        """Stage name -> the attributes that are changed of it."""
+        return {name: chosen.model_dump(exclude_none=True) for name, chosen in self.settings.items()}
 
     def own_stages(self) -> tuple[StageSpec, ...]:
         """The user's stages as specifications."""
@@ -120,7 +159,7 @@ class RunConfig(Section):
             StageSpec(
                 entry.use,
                 entry.options,
-                entry.model_dump(include={"workers", "batch_rows", "deadline_s", "max_attempts", "placement"}),
+                entry.model_dump(include=set(StageSettings.model_fields)),
                 f"stages[{index}]",
             )
             for index, entry in enumerate(self.stages)

@@ -14,6 +14,7 @@ from dataflow.pipeline import Pipeline
 from dataflow.queue import MemoryQueue, Queue
 from dataflow.service import CoordinatorService, Status, coordinator_for
 from dataflow.stage import StageContext
+from dataflow.testing.faults import Faults
 from dataflow.weights import WeightsDirectory
 from dataflow.worker import Worker
 
@@ -71,6 +72,7 @@ class _Crew:
         self._run_id = run_id
         self._service = service
         self._queue = queue
+        self._faults = Faults(config.faults, config.run.seed, run_dir, kill=_break)
         self._restarts: dict[str, int] = {}
         self.running: dict[asyncio.Task[None], tuple[str, str]] = {}
 
@@ -123,10 +125,16 @@ class _Crew:
         context = StageContext(self._run_id, self._run_dir, name, self._config.run.seed)
         beat = self._config.limits.heartbeat_s
         built = self._pipeline.build(stage)
-        return Worker(name, built, self._pipeline, self._service, self._queue, journal, context, heartbeat_s=beat)
+        control, queue = self._faults.around(built, self._service, self._queue)
+        return Worker(name, built, self._pipeline, control, queue, journal, context, heartbeat_s=beat)
 
     def _run(self, worker: Worker) -> None:
         self.running[asyncio.create_task(worker.run(), name=worker.name)] = (worker.name, worker.stage.name)
+
+
+def _break() -> None:
+    """What `kill` means in a run of one process: the worker ends without a word."""
+    raise WorkerBroken("a fault of kind 'kill' struck")
 
 
 async def _watch(config: RunConfig, service: CoordinatorService, console: Console, crew: _Crew) -> Status:

@@ -113,7 +113,7 @@ class Pipeline:
         max_staleness: A window is admitted when at most this many earlier windows are not yet trained on.
         max_rows: Credit limit on rows of open windows; None is no limit.
         max_bytes: Credit limit on bytes of open windows; None is no limit.
-        placement: Stage -> process name, in place of what the stage declares.
+        settings: Stage -> attributes in place of what the stage declares.
         irreproducible: Why a second run would not give the same bits; empty if it would.
     """
 
@@ -124,7 +124,7 @@ class Pipeline:
     max_staleness: int = 0
     max_rows: int | None = None
     max_bytes: int | None = None
-    placement: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     irreproducible: str = ""
 
     @cached_property
@@ -136,7 +136,7 @@ class Pipeline:
         """
         by_name: dict[str, Stage] = {}
         for spec in self.specs:
-            stage = spec.build()
+            stage = self._built(spec)
             if stage.name in by_name:
                 raise ConfigError(f"{spec.where or spec.use}: there are two stages named {stage.name!r}")
             by_name[stage.name] = stage
@@ -144,7 +144,13 @@ class Pipeline:
 
     def build(self, name: str) -> Stage:
         """Make a fresh copy of a stage: each worker has its own."""
-        return next(stage for spec in self.specs if (stage := spec.build()).name == name)
+        return next(stage for spec in self.specs if (stage := self._built(spec)).name == name)
+
+    def _built(self, spec: StageSpec) -> Stage:
+        stage = spec.build()
+        for name, value in self.settings.get(stage.name, {}).items():
+            setattr(stage, name, value)
+        return stage
 
     def processes(self) -> dict[str, list[tuple[str, str]]]:
         """Process name -> its workers, each (worker name, stage name)."""
@@ -152,7 +158,7 @@ class Pipeline:
         for name, stage in self.stages.items():
             for number in range(stage.workers):
                 worker = f"{name}-{number}"
-                processes.setdefault(self.placement.get(name) or stage.placement or worker, []).append((worker, name))
+                processes.setdefault(stage.placement or worker, []).append((worker, name))
         return processes
 
     @cached_property
@@ -215,9 +221,11 @@ class Pipeline:
             raise ConfigError(
                 f"a pipeline has at most one stage with one owner, the one that trains; these are: {owners}"
             )
-        for name in self.placement:
+        for name, chosen in self.settings.items():
             if name not in plans:
-                raise ConfigError(f"placement.{name}: there is no stage {name!r}; the stages are: {', '.join(plans)}")
+                raise ConfigError(f"settings.{name}: there is no stage {name!r}; the stages are: {', '.join(plans)}")
+            if plans[name].one_owner and chosen.get("workers", 1) > 1:
+                raise ConfigError(f"settings.{name}.workers: stage {name!r} has one owner; it cannot have more workers")
         self._check_credits()
 
     def _check_credits(self) -> None:

@@ -22,6 +22,7 @@ from typing import NoReturn, TextIO
 from dataflow.config import RunConfig, known_keys, load_config
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.pipeline import Pipeline
+from dataflow.testing.faults import check_faults
 
 EXIT_S = 2.0
 EXAMPLES = """\
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config, recipe = load_config(path, overrides, _default_config())
         pipeline = recipe.build(config)
         pipeline.check()
+        check_faults(config.faults, pipeline)
         if options.check:
             _print_check(config, pipeline)
             return 0
