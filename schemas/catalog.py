@@ -52,8 +52,10 @@ CATALOG: tuple[Column, ...] = (
     Column("reward_status", pa.string(), "`ok`, `timeout`, `error` or `abstain`.", producer="reward"),
     Column("reward_info", pa.string(), "JSON text: what else the scorer said, or why it failed.", producer="reward"),
     # Baseline join, advantage, update.
-    Column("baseline", pa.float32(), "Total return of the uid's greedy session.", producer="baseline_join"),
-    Column("baseline_source", pa.string(), "Where the baseline came from: `greedy` or a named fallback.",
+    Column("baseline", pa.float32(), "Total return of the uid's greedy session, or what stood in for it.",
+           producer="baseline_join"),
+    Column("baseline_source", pa.string(),
+           "Where the baseline came from: `greedy`, or `leave_one_out`, `group_mean`, `ema`, `zero`.",
            producer="baseline_join"),
     Column("advantages", FLOATS, "Advantage of each token; 0 where the mask is 0.", shape="[T]", producer="advantage"),
     Column("returns", FLOATS, "Return of each token, as the estimator defines it.", shape="[T]",

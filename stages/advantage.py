@@ -65,7 +65,9 @@ class Advantage(Stage):
             "valid": torch.tensor(valid),
         }
         if self._needs.greedy_baseline:
-            inputs["baseline"] = torch.tensor([batch["baseline"][rows.start] for _, rows in parts], dtype=torch.float32)
+            baselines = [batch["baseline"][rows.start] for _, rows in parts]
+            inputs["baseline"] = torch.tensor(baselines, dtype=torch.float32)
+            self._report_moments(batch, placed, masks, valid, baselines)
         estimate = import_object(self._needs.function, "estimator")
         result = estimate(**{name: inputs[name] for name in self._needs.inputs})
         advantages, returns = result.advantages.numpy(), result.returns.numpy()
@@ -102,6 +104,17 @@ class Advantage(Stage):
         if self.granularity != "row":  # else a uid's sessions may come in several batches
             for moves in moved.values():
                 batch.report({"advantage/zero_group_share": not moves}, 1)
+
+    @staticmethod
+    def _report_moments(
+        batch: Batch, placed: Sequence[Any], masks: Sequence[Any], valid: Sequence[bool], baselines: Sequence[float]
+    ) -> None:
+        """Report per session what tells how much the baseline narrows the returns: R, R² and (R - b)²."""
+        for rewards, mask, ok, baseline in zip(placed, masks, valid, baselines, strict=True):
+            if ok and np.any(mask):
+                total = float(rewards.sum(dtype=np.float64))
+                moments = {"return/mean": total, "return/square": total**2, "advantage/square": (total - baseline) ** 2}
+                batch.report(moments, 1)
 
     def _token_rewards(self, batch: Batch, rows: slice) -> np.ndarray[Any, Any]:
         return place_rewards(

@@ -15,6 +15,8 @@ from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
 from stages.algorithms.catalog import ESTIMATORS
+from stages.algorithms.fallback import OF_SIBLINGS
+from stages.baseline_join import MissingBaselineConfig
 from stages.datasets import prompts_path
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
@@ -65,13 +67,11 @@ class RewardSection(RewardConfig, Section):
     """The reward."""
 
 
-class BaselineSection(Section):
+class BaselineSection(MissingBaselineConfig, Section):
     """The greedy baseline, for estimators that want one."""
 
     greedy: bool | None = None
     """Whether each prompt gets a greedy session; default as the estimator needs."""
-    on_missing: Literal["drop", "fail"] = "drop"
-    """What happens to sessions whose baseline is missing: leave them out by name, or stop the run."""
 
 
 class UpdateSection(TrainingConfig, Section):
@@ -94,6 +94,8 @@ class RLConfig(RunConfig):
     """Passes over the data, where `windows` is not set."""
     max_staleness: int = Field(0, ge=0)
     """0: synchronous, on-policy. k: rollout may run k updates ahead."""
+    colocate: bool = False
+    """Engine and learner share one device and take turns; the one that waits frees its memory."""
     data: DataSection = DataSection()
     model: ModelSection = ModelSection()
     rollout: RolloutSection = RolloutSection()
@@ -123,6 +125,12 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n "
                 f"is {self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+            )
+        alone = [policy for policy in self.baseline.on_missing if policy in OF_SIBLINGS and self.rollout.n < 2]
+        if needs.greedy_baseline and alone:
+            raise ValueError(
+                f"baseline.on_missing: {alone[0]!r} compares a session with others of its prompt, but rollout.n is "
+                f"{self.rollout.n}; it would never apply. Raise rollout.n, or leave {alone[0]!r} out"
             )
         return self
 
@@ -162,7 +170,7 @@ def build(config: RLConfig) -> Pipeline:
         max_staleness=config.max_staleness,
         max_rows=config.limits.max_rows,
         max_bytes=config.limits.max_bytes,
-        placement=config.placement,
+        settings=config.changes(),
         irreproducible=_irreproducible(config),
     )
 
@@ -212,6 +220,7 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             device=config.model.device,
             gpu_share=config.model.gpu_share,
             max_model_len=data.max_prompt_tokens + rollout.max_tokens + 1,
+            colocate=config.colocate,
             **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
         _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
@@ -230,16 +239,20 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             },
             save_model=config.run.save_model,
             gpu_share=config.model.gpu_share,
+            colocate=config.colocate,
         ),
     ]
     if needs.greedy_baseline:
         join = _spec(
             "baseline_join",
             "stages.baseline_join:BaselineJoin",
-            on_missing=config.baseline.on_missing,
+            **config.baseline.model_dump(include=set(MissingBaselineConfig.model_fields)),
             max_version_gap=config.max_staleness,
+            max_staleness=config.max_staleness,
         )
         specs.insert(3, join)
+        if "ema" in config.baseline.on_missing:
+            specs.append(_spec("return_mean", "stages.return_mean:ReturnMean"))
     return specs
 
 

@@ -1,8 +1,8 @@
 """The baseline join: which greedy session is the baseline of which sampled session, and if none, why.
 
 A pure function over plain records, joined by uid alone. A session of another decoding, policy version or
-budget is not a baseline, and what cannot be had is said, never replaced by 0: what to do about a missing
-baseline is the caller's policy. Imports numpy, not torch.
+budget is not a baseline, and what cannot be had is said, never replaced by 0. What then stands in for it is
+a policy of its own (`fallback`). Imports numpy, not torch.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.algorithms.returns import Semantics, session_return
+
+BaselineSource = Literal["greedy", "leave_one_out", "group_mean", "ema", "zero"]
+"""Where a baseline comes from: the greedy session of the uid, or a fallback of `stages.algorithms.fallback`."""
+SOURCES: tuple[BaselineSource, ...] = get_args(BaselineSource)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +85,11 @@ class Session:
         object.__setattr__(self, "turns", ordered)
 
     @property
+    def status(self) -> str:
+        """Status of its reward: "ok", or that of the first turn that is not."""
+        return next((turn.status for turn in self.turns if turn.status != "ok"), "ok")
+
+    @property
     def total_return(self) -> float:
         """The sum of all turns' rewards, or the one reward of the trajectory; see `session_return`."""
         return session_return(
@@ -107,10 +116,10 @@ class MissingReason(StrEnum):
 
 @dataclass(frozen=True)
 class Baseline:
-    """The total return of the greedy session of the same uid."""
+    """What the return of a sampled session is compared with: a total return, or what stands in for one."""
 
     value: float
-    source: Literal["greedy"] = "greedy"
+    source: BaselineSource = "greedy"
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,41 @@ def test_a_reward_on_a_turn_without_policy_tokens_counts_on_neither_side() -> No
     assert advantages(sampled, got) == [0.75]
 
 
+@pytest.mark.parametrize(
+    ("semantics", "total"),
+    [
+        ("trajectory", 3.0),  # one reward of the session, which each turn repeats
+        ("step", 6.0),  # 3 + 3: the turn without a policy token does not count
+        ("token", 4.0),  # 1 + 1 + 2: masked tokens do not count
+    ],
+)
+def test_under_every_semantics_both_sides_count_the_same_parts_of_several_turns(
+    semantics: Semantics, total: float
+) -> None:
+    def several_turns(one: Session) -> Session:
+        parts = (([1, 0, 1], [1.0, 8.0, 1.0]), ([0, 0], [8.0, 8.0]), ([1], [2.0]))
+        turns = [
+            replace(one.turns[0], turn=place, mask=np.array(mask), token_rewards=np.array(tokens))
+            for place, (mask, tokens) in enumerate(parts)
+        ]
+        return replace(one, turns=turns)
+
+    sampled = several_turns(session("a", [3.0], semantics=semantics))
+    (found,) = join_baselines([sampled], [several_turns(greedy("a", [3.0], semantics=semantics))], max_version_gap=0)
+    assert found == Baseline(total)
+    assert sampled.total_return == total
+
+
+def test_the_status_of_a_session_is_that_of_its_first_turn_that_is_not_ok() -> None:
+    good = session("a", [1.0, 1.0, 1.0])
+    assert good.status == "ok"
+    turns = [
+        good.turns[0],
+        *(replace(turn, status=status) for turn, status in zip(good.turns[1:], ("timeout", "error"), strict=True)),
+    ]
+    assert replace(good, turns=turns).status == "timeout"
+
+
 def test_a_greedy_return_of_zero_is_a_baseline() -> None:
     assert join_baselines([session("a", [1])], [greedy("a", [0])], max_version_gap=0) == [Baseline(0.0)]
 

@@ -41,7 +41,7 @@ def test_remax_trains_through_vllm_on_a_live_queue(start: Callable[..., Run], pr
 
 
 def test_Q10_killed_workers_are_replaced_and_every_row_is_accounted_for(start: Callable[..., Run]) -> None:
-    run = start(*SMALL, "engine=hf", "windows=10", "placement.reward=reward")
+    run = start(*SMALL, "engine=hf", "windows=10", "settings.reward.placement=reward")
     for line in run.read():
         if line.startswith("window    1"):
             run.kill("reward")

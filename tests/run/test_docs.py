@@ -18,9 +18,9 @@ from tests.run.conftest import COUNT_STAGE
 ROOT = Path(__file__).parents[2]
 
 
-def blocks(page: str) -> list[str]:
-    """The Python examples of a page."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The examples of a page in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
 def test_the_readmes_stage_is_the_one_that_the_runs_use() -> None:
@@ -35,6 +35,17 @@ def test_the_examples_of_write_a_stage_run() -> None:
     stage = space["StartsWith"](space["PrefixConfig"](prefix="Answer:"))
     rows = run_stage(stage, [{"response_text": "Answer: 3"}, {"response_text": "3"}])
     assert [row["starts_well"] for row in rows] == [True, False]
+
+
+def test_the_examples_of_baselines_run(tmp_path: Path) -> None:
+    (example,) = blocks("docs/baselines.md")
+    exec(example, {})
+    (settings,) = blocks("docs/baselines.md", "yaml")
+    path = tmp_path / "baselines.yaml"
+    path.write_text(settings, encoding="utf-8")
+    config, _ = load_config(path, [], path)
+    assert isinstance(config, RLConfig)
+    assert config.baseline.on_missing == ("leave_one_out", "ema", "drop")
 
 
 def test_the_page_of_columns_is_fresh() -> None:
@@ -64,6 +75,7 @@ OTHER_VALUES = {
     "windows": "7",
     "epochs": "3",
     "max_staleness": "2",
+    "colocate": "true",
     "data.train": "arithmetic",
     "data.columns": "{data_source: data_source}",
     "data.require_ground_truth": "false",
@@ -89,8 +101,12 @@ OTHER_VALUES = {
     "reward.function": "numeric_match",
     "reward.options": "{ignore_case: true}",
     "reward.semantics": "step",
+    "reward.timeout_s": "5",
+    "reward.processes": "2",
+    "reward.memory_mib": "512",
     "baseline.greedy": None,  # only one value is consistent with each estimator; see test_config
     "baseline.on_missing": "fail",
+    "baseline.ema_decay": "0.5",
     "update.loss": "policy_gradient",
     "update.loss_options": "{clip_low: 0.1}",
     "update.aggregation": "token-sum",
@@ -107,7 +123,7 @@ OTHER_VALUES = {
     "limits.max_rows": "100000",
     "limits.max_bytes": "100000000000",
     "stages": '[{use: "stages.rewards:resolve"}]',
-    "placement": "{reward: alone}",
+    "settings": "{reward: {placement: alone}}",
 }
 # Read by the runtime itself, and changed in effect by the tests of runs and of the coordinator.
 OF_THE_RUNTIME = {

@@ -136,16 +136,6 @@ def test_I01_tables_are_read_inside_a_running_event_loop(tmp_path: Path) -> None
     assert asyncio.run(look()) == view.table("train/000000").num_rows == 30
 
 
-def test_B01_a_missing_baseline_stops_the_run_where_that_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    reward = tmp_path / "reward.py"
-    reward.write_text("def reward(response, ground_truth):\n    return None\n")
-    code = main([*SMALL, f"run.dir={tmp_path}", f"reward.function={reward}:reward", "baseline.on_missing=fail"])
-    assert code == 1
-    assert "baseline.on_missing is 'fail'" in capsys.readouterr().err
-
-
 def test_a_unit_that_a_side_stage_drops_is_never_trained_on(tmp_path: Path) -> None:
     stage = tmp_path / "side.py"
     stage.write_text(

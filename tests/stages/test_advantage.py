@@ -173,6 +173,29 @@ def test_the_mean_size_of_an_advantage_is_reported_per_session() -> None:
     assert batch.metrics["advantage/abs_mean"] == (1.0, 2.0)
 
 
+def test_the_moments_of_returns_and_advantages_are_reported_of_every_session_that_can_be_trained_on() -> None:
+    two_turns = [
+        row("a", reward, 0.5, session=0, turn=turn, reward_semantics="step") for turn, reward in enumerate((1.0, 0.5))
+    ]
+    unused = [row("a", None, 0.5), row("a", 9.0, 0.5, tokens=0)]
+    batch = make_batch([*two_turns, row("a", 0.25, 0.5, session=1), *unused])
+    stage("remax").process(batch)
+    # Total returns 1.5 and 0.25 against 0.5: sums 1.75, 2.25 + 0.0625, 1 + 0.0625.
+    moments = {name: value for name, value in batch.metrics.items() if name.split("/")[1] in ("mean", "square")}
+    assert moments == {
+        "return/mean": (1.75, 2.0),
+        "return/square": (2.3125, 2.0),
+        "advantage/square": (1.0625, 2.0),
+    }
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce"])
+def test_an_estimator_without_a_greedy_baseline_reports_no_moments(estimator: str) -> None:
+    batch = make_batch(rows_of(a=[1, 0]))
+    stage(estimator).process(batch)
+    assert not {"return/mean", "return/square", "advantage/square"} & set(batch.metrics)
+
+
 # What it waits for
 
 
