@@ -132,6 +132,16 @@ class Learner:
             tuple((name, fingerprint(tensor)) for name, tensor in tensors.items()),
         )
 
+    def offload(self) -> None:
+        """Keep everything in the host's memory, so that another process can have the device. On a CPU nothing moves."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._move("cpu")
+        torch.cuda.empty_cache()  # what the allocator keeps, no other process can have
+
+    def reload(self) -> None:
+        """Move everything back to the device; what is there stays."""
+        self._move(self.config.device)
+
     def save(self, directory: Path) -> None:
         """Write the model in Hugging Face layout, tokenizer included."""
         from transformers import AutoTokenizer
@@ -140,6 +150,12 @@ class Learner:
         AutoTokenizer.from_pretrained(self.config.model).save_pretrained(directory)
 
     # ---- inside -------------------------------------------------------------------------------------
+
+    def _move(self, device: str) -> None:
+        self.model.to(device)
+        for state in self._optimizer.state.values():
+            # AdamW counts its steps on the CPU, whatever the device.
+            state.update({name: tensor.to(device) for name, tensor in state.items() if name != "step"})
 
     def _state_dict(self) -> dict[str, Tensor]:
         dtype = getattr(torch, self.config.dtype)

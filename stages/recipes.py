@@ -24,6 +24,7 @@ from stages.reward import RewardConfig
 from stages.rewards import resolve as resolve_reward
 from stages.rollout import ENGINES, SamplingConfig
 from stages.source import PromptConfig, windows_per_epoch
+from stages.summary import summarise
 from stages.training import TrainingConfig
 
 TOKEN_BYTES = 4 + 1 + 4 + 4 + 4  # response id, mask, log-probability, advantage, return
@@ -282,4 +283,4 @@ def prepare(config: RLConfig, say: Callable[[str], None]) -> None:
         raise ConfigError(f"model.path: the model {name!r} could not be made; the reason is above")
 
 
-rl = Recipe(RLConfig, build, prepare)
+rl = Recipe(RLConfig, build, prepare, summarise)

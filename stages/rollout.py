@@ -18,6 +18,7 @@ from schemas.catalog import columns
 from stages.engines import Completion, Engine, EngineBroken, EngineConfig, GenerateRequest
 from stages.models import local_model
 from stages.text import load_tokenizer, response_text, stop_token_ids
+from stages.training import ENGINE_AND_LEARNER
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ class RolloutConfig(SamplingConfig):
     """Share of a GPU that one engine takes."""
     max_model_len: int = 512
     """Longest prompt plus response, in tokens."""
+    colocate: bool = False
+    """Whether the engine shares its device with the learner, and takes turns."""
 
 
 def session_seed(run_seed: int, uid: str, session: int, turn: int) -> int:
@@ -107,6 +110,8 @@ class Rollout(Stage):
 
     def __init__(self, config: RolloutConfig) -> None:
         super().__init__(config)
+        if config.colocate:
+            self.device = ENGINE_AND_LEARNER
         if config.device != "cpu":
             self.num_gpus = config.gpu_share
         elif config.engine == "vllm":
@@ -135,6 +140,10 @@ class Rollout(Stage):
                 kv_cache_bytes=config.kv_cache_mib << 20,
                 probe_bound=config.probe_bound,
                 name=context.worker,
+                colocate=config.colocate,
+                # No session lasts longer than its claim: an update that waits for it aborts nothing that would end.
+                drain_s=self.deadline_s,
+                waits=context.waits,
             ),
         )
         await self._engine.start()
@@ -212,6 +221,14 @@ class Rollout(Stage):
             "policy_version_max": [completion.version_max],
         }
 
+    async def suspend(self) -> None:
+        """Put the engine to sleep, so that the learner can have the device."""
+        await self._engine.sleep()
+
+    async def resume(self) -> None:
+        """Wake the engine; it has the weights it fell asleep with until a claim brings newer ones."""
+        await self._engine.wake()
+
     async def close(self) -> None:
         """Stop the engine and its processes."""
         await self._engine.close()
@@ -220,6 +237,7 @@ class Rollout(Stage):
 def _report(batch: Batch, unit: Unit, row: Mapping[str, Sequence[Any]]) -> None:
     length = len(row["response_ids"][0])
     batch.report({"rollout/tokens_per_row": length}, 1)
+    batch.report({"rollout/baseline_token_share": unit.is_baseline}, length)
     if not unit.is_baseline:
         truncated = row["finish_reason"][0] == "length"
         batch.report({"response/length_mean": length, "response/truncated_share": truncated}, 1)

@@ -10,6 +10,9 @@ from dataflow.stage import StageConfig
 from stages.algorithms.catalog import AGGREGATIONS, LOSSES
 from stages.names import known
 
+# What engine and learner call the device that they take turns on.
+ENGINE_AND_LEARNER = "engine and learner"
+
 
 class TrainingConfig(StageConfig):
     """What a user sets of the training."""

@@ -14,7 +14,7 @@ from dataflow.stage import Stage, StageConfig, StageContext
 from dataflow.weights import WeightsDirectory
 from schemas.catalog import columns
 from stages.models import local_model
-from stages.training import LearnerConfig
+from stages.training import ENGINE_AND_LEARNER, LearnerConfig
 
 
 class UpdateConfig(StageConfig):
@@ -26,6 +26,8 @@ class UpdateConfig(StageConfig):
     """Write the trained model to RUN/model at the end."""
     gpu_share: float = 0.5
     """Share of a GPU that the learner takes."""
+    colocate: bool = False
+    """Whether the learner shares its device with the engines, and takes turns."""
 
 
 class Update(Stage):
@@ -51,6 +53,8 @@ class Update(Stage):
 
     def __init__(self, config: UpdateConfig) -> None:
         super().__init__(config)
+        if config.colocate:
+            self.device = ENGINE_AND_LEARNER
         if config.learner.device != "cpu":
             self.num_gpus = config.gpu_share
 
@@ -89,6 +93,14 @@ class Update(Stage):
         batch.publish(self._learner.publish())
         self._weights.discard_before(min(batch.oldest_loaded, version))
         return {"trained_version": [self._learner.version] * len(batch)}
+
+    def suspend(self) -> None:
+        """Move the learner to the host's memory, so that the engines can have the device."""
+        self._learner.offload()
+
+    def resume(self) -> None:
+        """Move the learner back to the device."""
+        self._learner.reload()
 
     def close(self) -> None:
         """Save the trained model, and remove the weight files."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from dataflow.errors import WorkerBroken
+from dataflow.waits import Waits
 from dataflow.weights import WeightsRef
 
 
@@ -32,6 +33,12 @@ class EngineConfig:
         probe_bound: Largest accepted difference, in nats, between the learner's and the engine's
             log-probability of a probe token after a weight update.
         name: What rows record as their engine.
+        colocate: Another process takes turns with this one on a GPU, so that `sleep` must free its memory.
+        drain_s: How long an update or a sleep waits for the requests in flight before it aborts them, in seconds.
+        load_s: Longest loading of weights, and longest way into or out of sleep, in seconds; then the engine is
+            broken.
+        wait_s: How long a request, an update or a sleep waits for its turn, in seconds.
+        waits: Where the engine registers what it waits for.
     """
 
     model: str
@@ -42,6 +49,11 @@ class EngineConfig:
     kv_cache_bytes: int = 256 << 20
     probe_bound: float = 1e-3
     name: str = "engine-0"
+    colocate: bool = False
+    drain_s: float = 120.0
+    load_s: float = 300.0
+    wait_s: float = 600.0
+    waits: Waits = field(default_factory=Waits, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,8 @@ class Completion:
         token_ids: Length T, stop token included.
         log_probs: Length T, nats: of each token under the distribution it was drawn from
             (after temperature, top-p and top-k; for greedy decoding, at temperature 1).
-        finish_reason: "stop", "length" or "abort".
+        finish_reason: "stop", "length", or "abort": an update or a sleep did not wait for it any longer; what is
+            there of it, which may be nothing, is no response.
         version_min: Oldest policy version that drew one of the tokens.
         version_max: Newest policy version that drew one of the tokens.
     """
@@ -110,9 +123,9 @@ class Completion:
 class Engine(abc.ABC):
     """One replica of the policy, for generation.
 
-    Call order: `start` once, then any number of `generate` (concurrently) and `update_weights`, then
-    `close`, which may not run if the process dies. Not guaranteed: the order in which concurrent requests
-    finish.
+    Call order: `start` once, then any number of `generate`, `score`, `update_weights`, `sleep` and `wake`, all of
+    which may be called concurrently, then `close`, which may be called at any time and ends all that waits, and
+    may not run if the process dies. Not guaranteed: the order in which concurrent requests finish.
     """
 
     config: EngineConfig
@@ -130,23 +143,52 @@ class Engine(abc.ABC):
     async def generate(self, request: GenerateRequest) -> Completion:
         """Generate one response. May be called concurrently; requests share one continuous batch.
 
-        A request that arrives during an update waits for it and is answered under the new weights.
+        A request that arrives during an update waits for it and is answered under the new weights; one that
+        arrives while the engine sleeps waits until it is woken, and for an update that waits too.
 
         Raises:
             ValueError: This request can never be served (empty prompt, prompt as long as `max_model_len`,
                 token id outside the vocabulary). The engine goes on.
+            Overdue: The engine was not ready within `wait_s`. The request may be sent again.
             EngineBroken: The engine died; nothing more can be served.
         """
 
     @abc.abstractmethod
     async def update_weights(self, ref: WeightsRef) -> float:
-        """Drain the requests in flight, load the weights, verify them.
+        """Drain the requests in flight (for `drain_s`, then abort them), load the weights, verify them.
+
+        A sleeping engine is not woken by it, since the device is another's then: the update waits.
 
         Returns:
             Largest absolute difference, in nats, to the learner's probe log-probabilities.
 
         Raises:
-            WeightsRejected: The difference exceeds `probe_bound`, or a fingerprint differs.
+            WeightsRejected: The file did not load, the difference exceeds `probe_bound`, or a fingerprint differs.
+            Overdue: The engine was not ready within `wait_s`; it keeps the weights it has.
+            EngineBroken: The engine died, was closed, or took longer than `load_s`.
+        """
+
+    @abc.abstractmethod
+    async def sleep(self) -> None:
+        """Let no request in, drain (for `drain_s`, then abort), free the device's memory; then requests wait.
+
+        Does nothing when asleep; waits for an update. Cancelled while it drains, it leaves the engine ready; later,
+        asleep.
+
+        Raises:
+            Overdue: An update did not end within `wait_s`.
+            EngineBroken: The engine died, was closed, or took longer than `load_s`.
+        """
+
+    @abc.abstractmethod
+    async def wake(self) -> None:
+        """Take the device again, with the weights the engine fell asleep with. Does nothing when ready.
+
+        Of what waits, an update goes first. Cancelled, it still wakes the engine.
+
+        Raises:
+            Overdue: An update, or the way into sleep, did not end within `wait_s`.
+            EngineBroken: The engine died, was closed, or took longer than `load_s`.
         """
 
     @abc.abstractmethod

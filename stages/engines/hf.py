@@ -57,6 +57,18 @@ class HfEngine(GatedEngine):
     async def _load_weights(self, ref: WeightsRef) -> Mapping[str, float]:
         return await self._in_thread(lambda: self._copy_weights(ref))
 
+    async def _give_device(self) -> None:
+        await self._in_thread(lambda: self._model_to("cpu"))
+
+    async def _take_device(self) -> None:
+        await self._in_thread(lambda: self._model_to(self.config.device))
+
+    def _model_to(self, device: str) -> None:
+        import torch
+
+        self._model.to(device)
+        torch.cuda.empty_cache()  # what the allocator keeps, no other process can have
+
     async def _free(self) -> None:
         self._stopping.set()
         if self._batches is not None:
@@ -77,7 +89,9 @@ class HfEngine(GatedEngine):
             batch = [await self._queue.get()]
             while len(batch) < self.config.max_sequences and not self._queue.empty():
                 batch.append(self._queue.get_nowait())
-            await self._run_batch(batch)
+            batch = [(request, answer) for request, answer in batch if not answer.cancelled()]
+            if batch:
+                await self._run_batch(batch)
 
     async def _run_batch(self, batch: list[Waiting]) -> None:
         loop = asyncio.get_running_loop()
@@ -123,7 +137,7 @@ class HfEngine(GatedEngine):
                     row.draw(row_logits)
                     if row.finish_reason is not None:
                         finish(row)
-                keep = [i for i, row in enumerate(rows) if row.finish_reason is None]
+                keep = [i for i, row in enumerate(rows) if row.finish_reason is None and not row.answer.cancelled()]
                 if len(keep) < len(rows):
                     rows = [rows[i] for i in keep]
                     alive = torch.tensor(keep, dtype=torch.long, device=device)

@@ -138,6 +138,18 @@ class VllmEngine(GatedEngine):
         await llm.resume_generation()
         return received[0]
 
+    async def _give_device(self) -> None:
+        # Level 1 keeps the weights in the host's memory. Level 2 would drop them, and the engine would answer by
+        # whatever is in their place if it is woken without an update.
+        await self._running().sleep(level=1 if self._frees_memory() else 0)
+
+    async def _take_device(self) -> None:
+        await self._running().wake_up(None if self._frees_memory() else ["scheduling"])
+
+    def _frees_memory(self) -> bool:
+        """Whether vLLM was started so that it can; on a CPU it cannot, and sleep is a pause."""
+        return bool(self._running().model_config.enable_sleep_mode)
+
     async def _free(self) -> None:
         llm, self._llm = self._llm, None
         if self._watching is not None:
@@ -182,6 +194,7 @@ def _start(config: EngineConfig) -> tuple[AsyncLLM, set[BaseProcess]]:
             worker_extension_cls="stages.engines.vllm_weights.WeightsExtension",
             weight_transfer_config=WeightTransferConfig(backend="safetensors_file"),
             disable_log_stats=True,
+            enable_sleep_mode=config.colocate and current_platform.is_sleep_mode_available(),
             **block,
         )
     )

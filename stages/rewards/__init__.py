@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,11 +14,12 @@ from dataflow.stage import import_object
 BUILTIN: dict[str, str] = {
     "exact_match": "stages.rewards.exact:exact_match",
     "format_match": "stages.rewards.text:format_match",
-    "math_match": "stages.rewards.maths:math_match",
+    "math_match": "stages.rewards.maths:math_score",
     "numeric_match": "stages.rewards.numeric:numeric_match",
     "reasoning_gym": "stages.rewards.reasoning_gym:reasoning_gym_score",
 }
-
+PACKAGES = {"math_match": "math_verify", "reasoning_gym": "reasoning_gym"}
+"""What a built-in imports at its first call; it takes seconds, so a process that grades imports it at its start."""
 
 CONTEXT = ("prompt", "data_source", "extra")
 """What a reward function may ask for beside the response and the ground truth, by naming it."""
@@ -34,8 +36,13 @@ def resolve(name: str, options: Mapping[str, Any] | None = None) -> Callable[...
         The function, with the options bound.
 
     Raises:
-        ConfigError: If there is no such function, or it has no such option. Names what is known.
+        ConfigError: If there is no such function, it has no such option, or its package is not installed.
     """
+    package = PACKAGES.get(name, "")
+    if package and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"reward {name!r}: the package {package!r} is not installed; install {package.replace('_', '-')}"
+        )
     function = _imported(BUILTIN.get(name, name), name)
     _check_signature(name, function, options or {})
     if not options:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -22,6 +21,7 @@ RewardFunction = Callable[..., Any]
 Status = Literal["ok", "timeout", "error", "abstain"]
 
 _FLOAT32_MAX = 3.4028234663852886e38  # rewards are stored as float32
+_LONGEST_INT = 10_000  # bits; Python refuses to write longer ones in decimal
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Scored:
         reward: A finite number if `status` is ``ok``, else None.
         status: ``ok``; ``timeout`` or ``error`` if grading failed; ``abstain`` if the row cannot be graded.
         info: What else the scorer said. JSON can say all of it. `error` holds why grading failed, `reason`
-            a short phrase such as ``no answer`` or ``unscorable`` that metrics count by.
+            a short phrase such as ``no answer`` or ``unscorable``.
     """
 
     reward: float | None
@@ -49,7 +49,7 @@ def normalise(raw: object) -> Scored:
     if isinstance(raw, Scored):
         return _checked(raw)
     if isinstance(raw, Mapping):
-        info = {str(key): _plain(value) for key, value in raw.items() if key != "score"}
+        info = plain({key: value for key, value in raw.items() if key != "score"})
         if "score" not in raw:
             found = ", ".join(map(repr, raw)) or "no keys"
             return _error(f"expected a dict with 'score', got {found}", info)
@@ -61,7 +61,7 @@ def score(function: RewardFunction, response: str, ground_truth: object, /, **co
     """Grade one response. Whatever the function does, the result is a `Scored`.
 
     The function gets those context arguments that its signature names. Names that begin with ``__`` never
-    reach it. A `TimeoutError` becomes status ``timeout``, any other exception status ``error`` with
+    reach it. A `TimeoutError` becomes status ``timeout``, any other exception and `SystemExit` status ``error`` with
     ``Type: message`` in ``info["error"]``.
 
     Args:
@@ -73,26 +73,26 @@ def score(function: RewardFunction, response: str, ground_truth: object, /, **co
     try:
         return normalise(function(response, ground_truth, **_accepted(function, context)))
     except TimeoutError as error:
-        return Scored(None, "timeout", {"error": f"{type(error).__name__}: {error}"})
-    except Exception as error:
+        return Scored(None, "timeout", {"error": plain(f"{type(error).__name__}: {error}")})
+    except (Exception, SystemExit) as error:
         return _error(f"{type(error).__name__}: {error}")
 
 
-def score_rows(function: RewardFunction, rows: Sequence[Mapping[str, Any]], *, threads: int = 1) -> list[Scored]:
-    """Grade many rows, each exactly once; the result is in the order of the rows, whatever finishes first.
-
-    Args:
-        function: The reward function. With several threads it must be safe to call from them.
-        rows: Each has `response`, `ground_truth`, and any context.
-        threads: How many rows are graded at the same time.
-    """
-
-    def graded(row: Mapping[str, Any]) -> Scored:
-        context = {name: value for name, value in row.items() if name not in ("response", "ground_truth")}
-        return score(function, row["response"], row["ground_truth"], **context)
-
-    with ThreadPoolExecutor(max_workers=threads) as pool:
-        return list(pool.map(graded, rows))
+def plain(value: Any) -> Any:
+    """Turn a value into what JSON can say; what it cannot say becomes text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()  # half a surrogate pair is no text
+    if isinstance(value, int):
+        return value if value.bit_length() <= _LONGEST_INT else hex(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {plain(str(key)): plain(entry) for key, entry in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
+        return [plain(entry) for entry in value]
+    return None if value is None else repr(value)
 
 
 def _accepted(function: RewardFunction, context: Mapping[str, object]) -> dict[str, object]:
@@ -124,7 +124,7 @@ def _number(raw: object, info: dict[str, Any]) -> Scored:
 
 
 def _checked(scored: Scored) -> Scored:
-    info = {str(key): _plain(value) for key, value in dict(scored.info).items()}
+    info = plain(dict(scored.info))
     if scored.status == "ok":
         return _number(scored.reward, info)
     if scored.status not in get_args(Status):
@@ -135,22 +135,7 @@ def _checked(scored: Scored) -> Scored:
 
 
 def _error(text: str, info: Mapping[str, Any] | None = None) -> Scored:
-    return Scored(None, "error", {**(info or {}), "error": text})
-
-
-def _plain(value: Any) -> Any:
-    """Turn a value into what JSON can say; what it cannot say becomes text."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray):
-        return [_plain(entry) for entry in value]
-    return repr(value)
+    return Scored(None, "error", {**(info or {}), "error": plain(text)})
 
 
 def _show(value: object) -> str:

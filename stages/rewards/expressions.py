@@ -1,4 +1,4 @@
-"""Comparing expressions with math-verify. Imports sympy: run in the child process of `maths`, not here."""
+"""Comparing expressions with math-verify. Imports sympy: for a process that grades alone."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 r"""Match of mathematical expressions, graded by math-verify.
 
 math-verify stops a long comparison by an alarm signal, which only a main thread may set, and without it a
-response such as ``\boxed{9^{9^{9^9}}}`` never ends. So grading runs in a child process with the alarm of
-the library switched off and a timer of ours around it: it works from any thread, actor or executor.
+response such as ``\boxed{9^{9^{9^9}}}`` never ends. So the alarm of the library is switched off, and grading runs in
+a process that is killed when it takes too long: the reward stage's, or one of `math_match`'s own.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from stages.rewards.base import Scored
 from stages.rewards.child import Child
@@ -26,6 +26,7 @@ from stages.rewards.extract import (
 
 NOT_AN_EXPRESSION = "not an expression"
 TOO_LONG = "answer too long"
+Mode = Literal["strict", "flexible"]
 
 _LONGEST_ANSWER = 1000  # characters
 _TEX_WORD = re.compile(r"\\[a-zA-Z]+(?:\s*\{[a-zA-Z ]*\})?")
@@ -35,13 +36,30 @@ _FUNCTIONS = frozenset(
 )
 
 
-def math_match(
-    response: str,
-    ground_truth: object,
-    *,
-    mode: Literal["strict", "flexible"] = "strict",
-    timeout_s: float = 5.0,
-) -> Scored | dict[str, Any]:
+def math_match(response: str, ground_truth: object, *, mode: Mode = "strict", timeout_s: float = 5.0) -> Scored:
+    """Grade as `math_score` does, in a process of its own: it ends in time, called from any thread.
+
+    Args:
+        response: The graded text.
+        ground_truth: See `math_score`.
+        mode: Where the answer may stand.
+        timeout_s: Time for grading, in seconds; the start of the process does not count.
+
+    Raises:
+        ValueError: If the mode is unknown.
+        WorkerBroken: If the process does not start.
+    """
+    _check(mode)
+    (scored,) = _child(mode).grade([(response, ground_truth, {})], timeout_s=timeout_s)
+    return scored
+
+
+@functools.cache
+def _child(mode: Mode) -> Child:
+    return Child("math_match", {"mode": mode})
+
+
+def math_score(response: str, ground_truth: object, *, mode: Mode = "strict") -> Scored | dict[str, Any]:
     r"""Score 1 if the response's expression equals a right answer, else 0, with a reason if there is none.
 
     ``strict`` takes the last ``\boxed{}`` or ``\fbox{}`` alone. ``flexible`` takes, in this order: ``####``,
@@ -51,12 +69,13 @@ def math_match(
 
     A right answer of several values ("3 and 8", "3, 8", "\{3, 8\}") is a set: all of them, and no others.
 
+    Nothing limits its time: this is what a process grades with that somebody else watches.
+
     Args:
         response: The graded text.
         ground_truth: LaTeX or plain text, a number, or a list of which any is right. Of a text that marks
             its answer (``####``, a box) the marked part counts.
         mode: Where the answer may stand.
-        timeout_s: Time for the comparison with all right answers, in seconds.
 
     Returns:
         `score`, the compared text as `answer`, and a `reason` where nothing was compared: ``no answer``,
@@ -64,21 +83,25 @@ def math_match(
         right answer can be parsed.
 
     Raises:
-        TimeoutError: If grading took too long.
-        ChildError: If grading failed.
         ValueError: If the mode is unknown.
     """
-    if mode not in ("strict", "flexible"):
-        raise ValueError(f"mode: expected strict or flexible, got {mode!r}")
+    _check(mode)
+    from stages.rewards.expressions import compare  # imports sympy
+
     golds = [gold for text in gold_texts(ground_truth) if (gold := _gold(text))]
     found = last_box(response) if mode == "strict" else _flexible(response)
     reason, answer = _judge(found)
-    unscorable, equal = _grader().call(golds, answer, timeout_s=timeout_s) if golds else (True, False)
+    unscorable, equal = compare(golds, answer) if golds else (True, False)
     if unscorable:
         return Scored(None, "abstain", {"reason": UNSCORABLE})
     if reason:
         return {"score": 0.0, "reason": reason}
     return {"score": float(equal), "answer": answer}
+
+
+def _check(mode: str) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode: expected strict or flexible, got {mode!r}")
 
 
 def _judge(found: Found) -> tuple[str, str]:
@@ -89,11 +112,6 @@ def _judge(found: Found) -> tuple[str, str]:
         return TOO_LONG, ""
     answer = _expression(found.text)
     return ("", answer) if answer else (NOT_AN_EXPRESSION, "")
-
-
-@functools.cache
-def _grader() -> Child:
-    return Child("stages.rewards.expressions:compare", "math_verify")
 
 
 def _flexible(response: str) -> Found:

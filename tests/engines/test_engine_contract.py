@@ -121,7 +121,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory, run: Callable[..., Any]) -
             folder = tmp_path_factory.mktemp("model")
             model = random_model(tied)
             model.save_pretrained(folder)
-            config = EngineConfig(str(folder), max_model_len=MAX_MODEL_LEN, max_sequences=8, kv_cache_bytes=16 << 20)
+            config = EngineConfig(
+                str(folder), max_model_len=MAX_MODEL_LEN, max_sequences=8, kv_cache_bytes=16 << 20, colocate=True
+            )
             made = HfEngine(config) if kind == "hf" else VllmEngine(config)
             run(made.start())
             served = running[kind, tied] = Served(made, model, folder, run)
@@ -392,6 +394,100 @@ def test_a_step_too_small_for_the_probe_is_accepted_by_its_fingerprints(served: 
     assert served.engine.version == ref.version
 
 
+# Sleep
+
+
+@every_engine
+def test_B08_a_request_sent_after_the_engine_fell_asleep_is_answered_when_it_wakes_by_the_same_weights(
+    served: Served,
+) -> None:
+    requests = [greedy("greedy", PROMPTS[1]), sampled("sampled", PROMPTS[-1])]
+    before = served.generate(*requests)
+
+    async def sleep_and_wake() -> Any:
+        await served.engine.sleep()
+        waiting = asyncio.gather(*map(served.engine.generate, requests))
+        scoring = asyncio.create_task(served.engine.score(PROBE))
+        assert served.engine.state is EngineState.ASLEEP
+        await served.engine.wake()
+        return await waiting, await scoring
+
+    after, scores = served.run(sleep_and_wake())
+
+    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in before]
+    assert_log_probs(served, PROMPTS[1], after[0])
+    expected = sequence_log_probs(served.model, PROBE, 1.0)
+    torch.testing.assert_close(torch.tensor(scores), expected, atol=SAME_MODEL, rtol=0)
+
+
+@every_engine
+def test_an_update_sent_to_a_sleeping_engine_is_loaded_when_it_wakes_before_what_waits(served: Served) -> None:
+    version, new = served.engine.version, served.step(0.05)
+    ref = served.publish(new)
+
+    async def sleep_and_update() -> Any:
+        await served.engine.sleep()
+        waiting = asyncio.create_task(served.engine.generate(sampled("waits", PROMPTS[-1])))
+        updating = asyncio.create_task(served.engine.update_weights(ref))
+        await asyncio.sleep(0)
+        await served.engine.wake()
+        await updating
+        return await waiting, await served.engine.generate(sampled("later", PROMPTS[-1]))
+
+    answers = served.run(sleep_and_update())
+
+    served.model = new
+    for answer in answers:
+        assert (answer.version_min, answer.version_max) == (version + 1, version + 1)
+        assert_log_probs(served, PROMPTS[-1], answer)
+
+
+@every_engine
+def test_sleep_lets_what_is_in_flight_finish(served: Served) -> None:
+    async def sleep() -> Any:
+        asking = asyncio.gather(*(served.engine.generate(sampled(f"r{i}", max_tokens=40)) for i in range(10)))
+        await asyncio.sleep(0)  # they are in flight now
+        await served.engine.sleep()
+        assert asking.done()
+        await served.engine.sleep()
+        await served.engine.wake()
+        await served.engine.wake()
+        return await asking
+
+    answers = served.run(sleep())
+
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    assert_log_probs(served, PROMPTS[0], answers[-1])
+
+
+@every_engine
+@pytest.mark.parametrize("change", ["sleep", "update"])
+def test_what_a_drain_does_not_wait_for_is_aborted_and_answered_when_it_is_sent_again(
+    served: Served, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine, "config", replace(served.engine.config, drain_s=0.0))
+    requests = [sampled(f"r{i}", seed=i, max_tokens=60) for i in range(10)]
+    ref = served.publish(served.model)
+
+    async def abort_and_ask_again() -> Any:
+        asking = asyncio.gather(*map(served.engine.generate, requests))
+        await asyncio.sleep(0)  # they are in flight now, two of them behind the eight that fit
+        await (served.engine.sleep() if change == "sleep" else served.engine.update_weights(ref))
+        assert asking.done()
+        await served.engine.wake()
+        return await asking, await asyncio.gather(*map(served.engine.generate, requests))
+
+    aborted, answers = served.run(abort_and_ask_again())
+
+    assert {(answer.finish_reason, answer.token_ids) for answer in aborted} == {("abort", ())}
+    for answer in answers:
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 60)
+        assert_log_probs(served, PROMPTS[0], answer)
+
+
+# Weights that are not what they should be
+
+
 def wrong_probe(served: Served) -> WeightsRef:
     # The file of one model, the probe of another.
     other = served.publish(served.step(0.1))
@@ -411,12 +507,36 @@ def missing_tensor(served: Served) -> WeightsRef:
     return ref
 
 
+def other_shape(served: Served) -> WeightsRef:
+    ref = served.publish(served.model)
+    tensors = {name: p.detach()[:1].clone() for name, p in served.model.named_parameters()}
+    save_file(tensors, ref.path)
+    return ref
+
+
+def not_a_number(served: Served) -> WeightsRef:
+    # A learner that diverged: file, probe and fingerprints agree that it is NaN.
+    model = copy.deepcopy(served.model)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    return served.publish(model)
+
+
+def no_file(served: Served) -> WeightsRef:
+    ref = served.publish(served.model)
+    Path(ref.path).unlink()
+    return ref
+
+
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
         ("hf", wrong_probe),
         ("hf", wrong_fingerprint),
         ("hf", missing_tensor),
+        ("hf", other_shape),
+        ("hf", not_a_number),
+        ("hf", no_file),
         pytest.param(*VLLM.values, wrong_probe, marks=VLLM.marks),
     ],
 )
@@ -441,6 +561,30 @@ def test_weights_that_fail_verification_break_the_engine_for_good(
         served.generate(sampled("later"))
     with pytest.raises(EngineBroken):
         served.run(served.engine.update_weights(ref))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(300)
+def test_a_file_that_vanishes_while_it_is_loaded_breaks_the_engine_for_good(engines: Callable[..., Served]) -> None:
+    served = engines("vllm", False)
+    version, ref = served.engine.version, served.publish(served.step(0.05))
+
+    async def update_and_unlink() -> Any:
+        updating = asyncio.create_task(served.engine.update_weights(ref))
+        waiting = asyncio.create_task(served.engine.generate(sampled("waits for the update")))
+        for _ in range(5):
+            await asyncio.sleep(0)  # the file was opened, and the engine pauses before the first chunk
+        os.unlink(ref.path)
+        return await asyncio.gather(updating, waiting, return_exceptions=True)
+
+    rejected, waiting = served.run(update_and_unlink())
+
+    assert isinstance(rejected, WeightsRejected)
+    assert "collective_rpc" in str(rejected)  # vLLM's worker had begun
+    assert isinstance(waiting, EngineBroken)
+    assert (served.engine.state, served.engine.version) == (EngineState.BROKEN, version)
+    with pytest.raises(EngineBroken, match=f"version {ref.version}"):
+        served.generate(sampled("later"))
 
 
 # The end of an engine
@@ -486,3 +630,22 @@ def test_close_fails_what_is_in_flight_and_leaves_no_process(engines: Callable[.
     with pytest.raises(EngineBroken, match="closed"):
         served.generate(sampled("later"))
     served.run(served.engine.close())
+
+
+@every_engine
+def test_close_ends_what_waits_for_a_sleeping_engine_and_leaves_no_process(
+    engines: Callable[..., Served], kind: str
+) -> None:
+    served = engines(kind, True)
+
+    async def close() -> Any:
+        await served.engine.sleep()
+        works = [served.engine.generate(sampled("waits")), served.engine.score(PROBE)]
+        works.append(served.engine.update_weights(served.publish(served.model)))
+        waiting = asyncio.gather(*works, return_exceptions=True)
+        await asyncio.sleep(0)  # they wait now
+        await served.engine.close()
+        return await waiting
+
+    assert [type(answer) for answer in served.run(close())] == [EngineBroken] * 3
+    assert not children()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import threading
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.rewards.base import Scored, normalise, score, score_rows
-from stages.rewards.summary import ABSENT, info_columns, summarise
+from stages.rewards.base import Scored, normalise, score
 
 
 class Scripted:
@@ -182,79 +182,30 @@ def test_a_timeout_is_told_from_an_error() -> None:
     assert scored == Scored(None, "timeout", {"error": "TimeoutError: 5 s"})
 
 
+def test_a_function_that_exits_is_an_error_of_its_row() -> None:
+    assert score(Scripted(r=SystemExit(3)), "r", None) == Scored(None, "error", {"error": "SystemExit: 3"})
+
+
 def test_stopping_the_program_is_not_swallowed() -> None:
     with pytest.raises(KeyboardInterrupt):
         score(Scripted(r=KeyboardInterrupt()), "r", None)
 
 
-# Rows
+def test_a_number_too_long_to_write_and_half_a_character_become_text() -> None:
+    info = normalise({"score": 1, "count": 10**5000, "said": "\ud83d", "\ud83d": 1}).info
+    assert info == {"count": hex(10**5000), "said": "\\ud83d", "\\ud83d": 1}
+    assert json.loads(json.dumps(info, ensure_ascii=False).encode()) == info
 
 
-def test_R12_one_call_that_raises_costs_its_own_row_alone() -> None:
-    scorer = Scripted(r0=1, r1=0, r2=ValueError("no digits"), r3=0)
-    scored = score_rows(scorer, [{"response": f"r{i}", "ground_truth": None} for i in range(4)])
-    assert [row.status for row in scored] == ["ok", "ok", "error", "ok"]
-    assert scored[2] == Scored(None, "error", {"error": "ValueError: no digits"})
-    assert summarise(scored).statuses == {"ok": 3, "error": 1}
-    rewards = np.array([row.reward for row in scored if row.reward is not None])
-    # The mean of 1, 0, 0 is 1/3; a silent 0 would have made it 1/4.
-    np.testing.assert_allclose(rewards - rewards.mean(), [2 / 3, -1 / 3, -1 / 3])
+def test_the_text_of_an_exception_can_always_be_stored() -> None:
+    for error in (ValueError("\ud83d"), TimeoutError("\ud83d")):
+        assert score(Scripted(r=error), "r", None).info["error"].encode() == f"{type(error).__name__}: \\ud83d".encode()
 
 
-def test_R16_scores_are_in_the_order_of_the_rows_whatever_finishes_first() -> None:
-    finished: list[int] = []
-    done = [threading.Event() for _ in range(7)]
-
-    def last_row_first(response: str, ground_truth: object) -> float:
-        row = int(response)
-        assert done[row + 1].wait(timeout=30)
-        finished.append(row)
-        done[row].set()
-        return row / 10
-
-    rows = [{"response": str(i), "ground_truth": None} for i in range(6)]
-    for _ in range(5):
-        finished.clear()
-        for event in done:
-            event.clear()
-        done[6].set()
-        scored = score_rows(last_row_first, rows, threads=6)
-        assert finished == [5, 4, 3, 2, 1, 0]
-        assert [row.reward for row in scored] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5]
-
-
-def test_R19_each_row_is_graded_once() -> None:
-    calls: list[str] = []
-
-    def counting(response: str, ground_truth: object) -> float:
-        calls.append(response)
-        return 1.0
-
-    rows = [{"response": f"r{i}", "ground_truth": None} for i in range(10)]
-    score_rows(counting, rows, threads=2)
-    assert sorted(calls) == [row["response"] for row in rows]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
-def test_R11_extra_fields_may_differ_from_row_to_row(order: tuple[int, ...]) -> None:
-    raws: list[Any] = [1.0, {"score": 0, "acc": 0, "pred": "7"}, {"score": 1, "acc": 1}]
-    scored = [normalise(raws[i]) for i in order]
-    assert [row.reward for row in scored] == [[1.0, 0.0, 1.0][i] for i in order]
-    assert info_columns([row.info for row in scored]) == {
-        "acc": [[ABSENT, 0, 1][i] for i in order],
-        "pred": [[ABSENT, "7", ABSENT][i] for i in order],
-    }
-    summary = summarise(scored)
-    assert summary.means == {"acc": 0.5}  # over the two rows that have it
-    assert summary.mean_reward == pytest.approx(2 / 3)
-
-
-def test_R11_a_field_that_is_none_is_not_absent() -> None:
-    columns = info_columns([{"pred": None}, {}])
-    assert columns == {"pred": [None, ABSENT]}
-    assert repr(ABSENT) == "ABSENT"
-
-
-def test_no_rows_and_no_rewards_have_no_mean() -> None:
-    assert summarise([]).mean_reward is None
-    assert summarise([Scored(None, "abstain", {"reason": "unscorable"})]).mean_reward is None
+def test_the_examples_of_the_page_of_rewards_run() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    space: dict[str, Any] = {}
+    for example in examples:
+        exec(example, space)
+    assert len(examples) == 2

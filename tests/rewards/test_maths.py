@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,10 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stages.rewards.base import Scored, normalise, score
-from stages.rewards.child import Child, ChildError
-from stages.rewards.maths import math_match
-from stages.rewards.summary import summarise
+from stages.rewards.base import Scored, score
+from stages.rewards.maths import math_match, math_score
 
 
 def graded(response: str, gold: object, **options: Any) -> Scored:
@@ -59,7 +54,8 @@ def test_R01_many_threads_may_grade_at_once() -> None:
 
 def test_R01_an_answer_that_never_ends_times_out_and_the_next_is_graded() -> None:
     endless = score(functools.partial(math_match, timeout_s=0.5), boxed("9^{9^{9^{9}}}"), "5")
-    assert endless == Scored(None, "timeout", {"error": "TimeoutError: no answer within 0.5 s"})
+    assert (endless.reward, endless.status) == (None, "timeout")
+    assert "no answer within 0.5 s" in endless.info["error"]
     assert graded(boxed("5"), "5").reward == 1.0
 
 
@@ -106,6 +102,8 @@ def test_R07_flexible_mode_takes_marked_answers_but_never_the_whole_text(respons
 
 def test_R07_an_unknown_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="expected strict or flexible"):
+        math_score("", "1", mode="loose")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected strict or flexible"):
         math_match("", "1", mode="loose")  # type: ignore[arg-type]
 
 
@@ -150,9 +148,6 @@ def test_R10_rows_whose_gold_cannot_be_parsed_are_left_out_and_counted() -> None
     solved = [graded(boxed(text), "5") for text in ("5", "4", "5", "5")]
     assert prose == [Scored(None, "abstain", {"reason": "unscorable"})] * 4
     assert [row.reward for row in solved] == [1.0, 0.0, 1.0, 1.0]
-    summary = summarise([*prose, *solved])
-    assert summary.mean_reward == 0.75  # over the second four alone
-    assert (summary.statuses, summary.reasons) == ({"abstain": 4, "ok": 4}, {"unscorable": 4})
 
 
 @pytest.mark.parametrize("gold", [None, "", r"\frac{1}{", "see figure 3", []])
@@ -185,59 +180,3 @@ def test_expressions_are_equal_by_value(gold: str, prediction: str, reward: floa
 def test_prose_in_a_box_and_overlong_answers_are_not_compared() -> None:
     assert graded(boxed("see the figure"), "5").info == {"reason": "not an expression"}
     assert graded(boxed("1+" * 600 + "1"), "601").info == {"reason": "answer too long"}
-
-
-# The child process
-
-
-def test_a_child_that_raises_says_so_and_lives_on() -> None:
-    child = Child("math:sqrt")
-    with pytest.raises(ChildError, match="ValueError"):
-        child.call(-1, timeout_s=60)
-    assert child.call(4, timeout_s=60) == 2.0
-    child.close()
-
-
-def test_a_child_that_dies_is_an_error_and_the_next_call_has_a_new_one() -> None:
-    child = Child("os:_exit")
-    for _ in range(2):
-        with pytest.raises(ChildError, match="died with code 3"):
-            child.call(3, timeout_s=60)
-    child.close()
-
-
-def test_a_child_whose_target_is_absent_is_an_error() -> None:
-    child = Child("no_such_module:function")
-    with pytest.raises(ChildError, match="died with code 1"):
-        child.call(timeout_s=60)
-
-
-def test_a_child_is_another_process_and_close_ends_it() -> None:
-    child = Child("os:getpid")
-    first = child.call(timeout_s=60)
-    assert first == child.call(timeout_s=60) != os.getpid()
-    child.close()
-    child.close()
-    assert child.call(timeout_s=60) != first
-    child.close()
-
-
-def test_a_forked_process_gets_a_child_of_its_own() -> None:
-    code = (
-        "import os\nfrom stages.rewards.child import Child\n"
-        "child = Child('os:getpid')\nmine = child.call(timeout_s=60)\npid = os.fork()\n"
-        "other = child.call(timeout_s=60)\n"
-        "if pid == 0:\n    child.close()\n    os._exit(mine == other)\n"
-        "assert os.waitpid(pid, 0)[1] == 0\nassert mine == other\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_a_grading_error_is_a_status_and_not_a_zero() -> None:
-    def broken(response: str, ground_truth: object) -> float:
-        raise ChildError("the grading process died with code -11")
-
-    scored = score(broken, "", None)
-    assert (scored.reward, scored.status) == (None, "error")
-    assert normalise(scored) == scored

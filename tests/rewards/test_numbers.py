@@ -14,7 +14,6 @@ from stages.rewards.base import Scored, score
 from stages.rewards.exact import exact_match
 from stages.rewards.extract import Found, gold_texts, last_box, last_number, parse_number, parse_score
 from stages.rewards.numeric import numeric_match
-from stages.rewards.summary import summarise
 
 
 def reward(response: str, gold: object, **options: Any) -> float | None:
@@ -38,7 +37,7 @@ def test_R04_flexible_mode_finds_answers_without_the_marker_and_both_count_the_r
     responses = ["#### 18", "So the answer is 18.", r"\boxed{18}", "I do not know."]
     scored = [score(lambda r, g: numeric_match(r, g, mode=mode), text, "18") for text in responses]  # type: ignore[arg-type]
     assert [row.reward for row in scored] == rewards
-    assert summarise(scored).reasons == {"no answer": unanswered}
+    assert [row.info.get("reason") for row in scored].count("no answer") == unanswered
 
 
 def test_R04_an_unknown_mode_is_refused() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dataflow.errors import ConfigError
-from stages.rewards import BUILTIN, resolve
+from stages.rewards import BUILTIN, PACKAGES, resolve
 from stages.rewards.base import score
 from stages.rewards.length import SoftOverlongPenalty
 from stages.rewards.numeric import numeric_match
@@ -235,6 +235,15 @@ def test_a_name_that_is_no_reward_is_refused_with_the_known_ones(name: str, why:
     assert repr(name) in message
     assert why in message
     assert all(known in message for known in BUILTIN)
+
+
+@pytest.mark.parametrize("name", sorted(PACKAGES))
+def test_a_built_in_whose_package_is_not_installed_is_refused_with_the_package(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, name, "no_such_package")
+    with pytest.raises(ConfigError, match=f"'{name}': the package 'no_such_package' .* install no-such-package"):
+        resolve(name)
 
 
 def test_naming_a_reward_imports_no_torch_and_no_grader() -> None:

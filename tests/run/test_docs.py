@@ -134,10 +134,13 @@ OF_THE_RUNTIME = {
     "cluster.address",
     "cluster.start_timeout_s",
     "cluster.max_restarts",
+    "faults",
     "queue.storage_units",
     "queue.timeout_s",
     "limits.lease_s",
+    "limits.warn_s",
     "limits.stall_s",
+    "limits.max_failures",
     "limits.max_empty_windows",
 }
 

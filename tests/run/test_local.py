@@ -80,7 +80,7 @@ def test_R12_a_reward_that_raises_drops_its_rows_by_name_and_the_run_goes_on(
     )
     view = run(tmp_path, "raises", f"reward.function={reward}:reward", "windows=3", "data.prompts_per_window=8")
     settled = view.ledger()["settled"]
-    assert settled["sampled dropped: missing baseline: greedy reward is not ok"] > 0
+    assert settled["sampled dropped: reward error"] > 0
     assert settled["sampled trained"] > 0
     assert view.ledger()["balanced"]
     printed = capfd.readouterr().out
