@@ -115,7 +115,7 @@ class WorkerState:
         lost: The leases that it lost and may still be writing for.
         silent: Whether it missed its heartbeats, since it was last heard of.
         suspended: Whether it has freed the device that its stage shares.
-        suspending: Since when it has been asked to; None if it has not.
+        suspending: The call to free it, as long as that is not answered.
     """
 
     name: str
@@ -128,7 +128,7 @@ class WorkerState:
     loaded_version: int = 0
     silent: bool = False
     suspended: bool = False
-    suspending: float | None = None
+    suspending: Lease | None = None
 
     def next_ticket(self) -> tuple[int, int]:
         """Take the ticket that has waited longest, with its request."""

@@ -175,11 +175,13 @@ class Recipe:
         build: Makes the pipeline; imports nothing heavy and starts nothing. Raises ConfigError.
         prepare: Makes what the run needs and does not have, such as a built-in model; may take a while. Given the
             configuration and a function to report progress with.
+        summarise: What to say at the end of a run, given metric -> (weighted sum, weight) over all windows.
     """
 
     config: type[RunConfig]
     build: Callable[[Any], Pipeline]
     prepare: Callable[[Any, Callable[[str], None]], None]
+    summarise: Callable[[Mapping[str, tuple[float, float]]], list[str]]
 
 
 def load_config(path: Path | None, overrides: Sequence[str], default: Path) -> tuple[RunConfig, Recipe]:
@@ -282,7 +284,7 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> Mapping[str, str]:
             (a for a in (annotation, *typing.get_args(annotation)) if isinstance(a, type) and issubclass(a, Section)),
             None,
         )
-        if inner is not None and typing.get_origin(annotation) is not list:
+        if inner is not None and typing.get_origin(annotation) not in (list, dict):
             keys.update(known_keys(inner, f"{prefix}{name}."))
         else:
             keys[prefix + name] = (field.description or "").replace("\n", " ")

@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -76,6 +76,7 @@ class Console:
         self._tracker = TensorBoard(run_dir / "tensorboard")
         self.last: Status | None = None
         self._told_zero = False
+        self._totals: dict[str, tuple[float, float]] = {}
         self._limits = limits
         self._asked = False
         self._warn_at_s = limits.warn_s
@@ -133,8 +134,9 @@ class Console:
         """
         if status.halted:
             raise RunError(status.halted)
-        if not status.detailed:
+        if status.idle_s < self._limits.warn_s:
             self._warn_at_s = self._limits.warn_s
+        if not status.detailed:
             return
         if status.idle_s > self._limits.stall_s and not status.works:
             raise RunError(waiting_screen(status))
@@ -146,17 +148,22 @@ class Console:
     def _ask(self, *_: object) -> None:
         self._asked = True
 
-    def close_ledger(self, irreproducible: str) -> None:
+    def close_ledger(
+        self, irreproducible: str, summarise: Callable[[Mapping[str, tuple[float, float]]], list[str]]
+    ) -> None:
         """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short.
 
         Args:
             irreproducible: Why a second run would not give the same bits whatever happened; empty if it would.
+            summarise: Makes the last lines from metric -> (weighted sum, weight) over all windows.
         """
         if self.last is None:
             return
         text = json.dumps(ledger_record(self.last.ledger), indent=2) + "\n"
         (self._run_dir / "ledger.json").write_text(text, encoding="utf-8")
         self._ledger(self.last.ledger)
+        for text in summarise(self._totals):
+            self.say(text)
         if self.last.finished:
             cause = irreproducible or _disturbance(self.last)
             self.say(f"reproducible: no ({cause})" if cause else "reproducible: yes")
@@ -177,6 +184,9 @@ class Console:
 
     def _window(self, record: WindowRecord) -> None:
         metrics = dict(record.metrics)
+        for name, weight in record.weights.items():
+            total, before = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (total + metrics[name] * weight, before + weight)
         tokens = metrics.get("rollout/tokens_per_row", 0.0) * record.weights.get("rollout/tokens_per_row", 0.0)
         if tokens:
             metrics["throughput/tokens_per_s"] = tokens / max(record.seconds, 1e-9)

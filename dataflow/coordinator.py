@@ -74,7 +74,6 @@ class Coordinator:
         plans: The stages, in topological order.
         run_id: Names the run's partitions.
         windows: How many windows to admit.
-        rows_per_window: Worst-case rows of one window.
         max_staleness: Window k is admitted when every window before k - max_staleness is trained on.
         max_open_windows: Credit limit, in windows; the oldest open window is never blocked.
         lease_s: Seconds without a heartbeat after which a worker's claims are void.
@@ -139,8 +138,6 @@ class Coordinator:
             Published: self._published,
             Tick: self._tick,
         }
-        self._offer_windows()
-        self._effects.clear()
 
     # ---- events -------------------------------------------------------------------------------------
 
@@ -161,6 +158,7 @@ class Coordinator:
     def _worker_joined(self, event: WorkerJoined) -> None:
         if event.worker in self._workers:
             self._worker_died(WorkerDied(event.worker, "it was started again", event.now))
+        self._offer_windows()  # the first time; from then on as windows are trained on and closed
         process = event.process or event.worker
         self._workers[event.worker] = WorkerState(event.worker, event.stage, process, event.now)
 
@@ -213,6 +211,8 @@ class Coordinator:
         for lease in [lease for lease in worker.claims.values() if not lease.may_be_known(holding)]:
             self._forgotten(lease)
         worker.lost = [lease for lease in worker.lost if lease.may_be_known(holding)]
+        if worker.suspending is not None and not worker.suspending.may_be_known(holding):
+            worker.suspending = None  # the call, or the answer to it, was lost: it is made again
 
     def _forgotten(self, lease: Lease) -> None:
         worker = lease.worker
@@ -226,7 +226,7 @@ class Coordinator:
 
     def _suspended(self, event: Suspended) -> None:
         worker = self._workers.get(event.worker)
-        if worker is not None:
+        if worker is not None and worker.suspending is not None:
             worker.suspended, worker.suspending = True, None
 
     def _stopped(self, event: Stopped) -> None:
@@ -347,18 +347,26 @@ class Coordinator:
         if worker is not None:
             worker.seen, worker.silent = event.now, False
         cell = self._find(worker.stage, event.unit) if worker is not None else None
-        # A write of an earlier delivery is as good as the current one, if it is the first to arrive. A failure of
-        # an earlier delivery says nothing about the current one.
         current = cell is not None and lease is not None and cell in lease.cells
-        early = isinstance(event, Acknowledged) and cell is not None and event.delivery <= cell.delivery
+        if lease is not None:  # who reports piece by piece is not overdue
+            lease.deadline = max(lease.deadline, event.now + self.plans[lease.worker.stage].deadline_s)
         if cell is not None and lease is not None and cell in lease.cells:
             lease.cells.remove(cell)
             if not lease.cells and (cell.ended or not isinstance(event, Failed)):
                 self._release(lease)
-        if cell is None or cell.ended or not (current or early):
+        if cell is None or cell.ended or not (current or self._counts_early(event, cell)):
             self.ledger.late += 1
             return None
         return cell
+
+    def _counts_early(self, event: Acknowledged | Failed | Dropped, cell: Cell) -> bool:
+        """Whether a report of an earlier delivery counts.
+
+        A write is as good as the current one, if it is the first to arrive; but one of a part of a group or window is
+        not, since the rest would then be done as if it were the whole. A failure says nothing about the current one.
+        """
+        together = self.plans[cell.stage].granularity in (*WHOLE_GROUPS, "window")
+        return isinstance(event, Acknowledged) and event.delivery <= cell.delivery and not together
 
     # ---- units --------------------------------------------------------------------------------------
 
@@ -435,21 +443,24 @@ class Coordinator:
         alive = [
             unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended
         ]
-        if granularity in WHOLE_GROUPS and 0 < len(alive) < self.plans[cell.stage].min_group:
-            for other in alive:
-                assert other.unit is not None
-                self._settle_unit(
-                    other.unit,
-                    "dropped: partial group",
-                    f"{len(alive)} of {sum(unit.kind == 'sampled' for unit in units)} units survived, "
-                    f"{self.plans[cell.stage].min_group} needed",
-                    cell.stage,
-                )
-                self._kill_cells(other.unit)
-        elif alive:
+        if alive:
             self._make_ready(alive)
         elif granularity == "window" and cell.stage == self._trainer:
             self._window_trained(cell.window, empty=True)
+
+    def _check_group(self, group: GroupState, stage: str) -> None:
+        """Drop what is ready of a group where that is fewer than the stage may use."""
+        cells = [unit.cells[stage] for unit in group.members if stage in unit.cells]
+        alive = [cell.unit for cell in cells if cell.state == READY and cell.unit and not cell.unit.dead]
+        needed = self.plans[stage].min_group
+        if len(alive) >= needed:
+            return
+        asked = sum(unit.kind == "sampled" for unit in group.members)
+        for unit in alive:
+            reason = f"{len(alive)} of {asked} units survived, {needed} needed"
+            self._settle_unit(unit, "dropped: partial group", reason, stage)
+        for unit in alive:
+            self._kill_cells(unit)
 
     def _make_ready(self, cells: list[Cell]) -> None:
         for cell in cells:
@@ -458,10 +469,12 @@ class Coordinator:
         order: tuple[Any, ...] = (first.window.index, *(first.unit.identity.order if first.unit else ()))
         self._serial += 1
         heapq.heappush(self._ready[first.stage], (order, self._serial, cells))
+        if first.unit is not None and self.plans[first.stage].granularity in WHOLE_GROUPS:
+            self._check_group(first.unit.group, first.stage)
 
     def _end(self, cell: Cell, state: str) -> None:
         """A cell is done or dead: tell its consumers, its group and its window."""
-        unit, was_arrived = cell.unit, cell.arrived
+        unit, was_arrived, was_ready = cell.unit, cell.arrived, cell.state == READY
         assert unit is not None
         cell.state, cell.claim = state, None
         cell.window.open_cells -= 1
@@ -469,6 +482,8 @@ class Coordinator:
             self._make_each_ready(unit.group.parked.pop(cell.stage, []))
         if not was_arrived or cell.witness:
             self._no_longer_pending(cell)
+        elif was_ready and self.plans[cell.stage].granularity in WHOLE_GROUPS:
+            self._check_group(unit.group, cell.stage)
         if state == DONE and not unit.dead and not cell.witness:
             for consumer in self._consumers[cell.stage]:
                 self._one_less(unit, consumer)
@@ -583,7 +598,8 @@ class Coordinator:
         """
         if not self._closed:
             return
-        held = {lease.window for worker in self._workers.values() for lease in worker.lost}
+        # A claim may outlive its window: its units were done by an earlier delivery.
+        held = {lease.window for worker in self._workers.values() for lease in (*worker.claims.values(), *worker.lost)}
         for index in [index for index in self._closed if index not in held]:
             self._effects.append(Unused(self._closed.pop(index)))
 
@@ -628,6 +644,8 @@ class Coordinator:
 
     def _grant_waiting(self) -> None:
         for worker in self._workers.values():
+            if worker.silent:
+                continue  # it would take back what was just taken from it
             while worker.tickets and self._has_ready(worker.stage) and self._grant(worker):
                 pass
 
@@ -668,14 +686,20 @@ class Coordinator:
         if worker.suspending is not None or any(self._has_ready(stage) for stage in later):
             return False
         rivals = [w for w in self._workers.values() if w.stage in stages and w.stage != worker.stage]
-        if any(rival.claims for rival in rivals):
+        if any(rival.claims or rival.lost for rival in rivals):
             return False
         for rival in rivals:
             if not rival.suspended and rival.suspending is None and rival.tickets:
-                rival.suspending = self._now
-                call = Claim(0, rival.stage, "", -1, suspend=True)
-                self._effects.append(Grant(rival.name, rival.next_ticket()[0], call))
+                self._call_to_suspend(rival)
         return all(rival.suspended for rival in rivals)
+
+    def _call_to_suspend(self, worker: WorkerState) -> None:
+        self._serial += 1
+        ticket, request = worker.next_ticket()
+        deadline_s = self.plans[worker.stage].deadline_s
+        worker.suspending = Lease(self._serial, request, worker, -1, [], self._now, self._now + deadline_s, False)
+        call = Claim(self._serial, worker.stage, "", -1, deadline_s=deadline_s, suspend=True)
+        self._effects.append(Grant(worker.name, ticket, call))
 
     def _take(self, plan: StagePlan, peers: Sequence[WorkerState]) -> list[Cell]:
         """Pop ready cells of one window, up to the stage's limit, groups whole.

@@ -32,12 +32,13 @@ def run_local(config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str,
     for stage in pipeline.stages.values():
         for name, value in stage.environment.items():
             os.environ.setdefault(name, value)
-    return asyncio.run(_run(config, pipeline, run_dir, run_id, console, MemoryQueue()))
+    return asyncio.run(run_over(config, pipeline, run_dir, run_id, console, MemoryQueue()))
 
 
-async def _run(
+async def run_over(
     config: RunConfig, pipeline: Pipeline, run_dir: Path, run_id: str, console: Console, queue: Queue
 ) -> Status:
+    """As `run_local`, in the event loop that runs already, over a queue that may be looked at meanwhile."""
     coordinator = coordinator_for(pipeline, run_id, config.limits)
     service = CoordinatorService(coordinator, queue.clear, run_dir / "journal")
     crew = _Crew(config, pipeline, run_dir, run_id, service, queue)
@@ -111,6 +112,22 @@ class _Crew:
         """Only breaks in a row, with no window closed between, count against the limit."""
         self._restarts.clear()
 
+    async def finish(self) -> None:
+        """When all work is done, let every worker close what it has, such as the model that it saves.
+
+        Raises:
+            RunError: If one fails at it. A worker that breaks at work that others have done meanwhile does not count.
+        """
+        await asyncio.gather(*self.running, return_exceptions=True)
+        for task, (name, stage) in self.running.items():
+            error = task.exception()
+            broke = isinstance(error, WorkerBroken) and not self._pipeline.stages[stage].one_owner
+            if error is not None and not broke:
+                raise RunError(f"worker {name} failed: {type(error).__name__}: {error}") from error
+        # Nobody writes any more: now the windows can be cleared that were kept for a late write.
+        gone = [name for name, stage in self.running.values() if not self._pipeline.stages[stage].one_owner]
+        await self._service.died(gone, "the run ended")
+
     async def stop(self) -> None:
         """Let the workers finish what they hold, for a few seconds; then cancel them."""
         if not self.running:
@@ -147,5 +164,5 @@ async def _watch(config: RunConfig, service: CoordinatorService, console: Consol
         await crew.check(console)
         console.check(status)
         if status.finished:
-            await asyncio.gather(*crew.running)  # what a worker closes with, such as a saved model, may fail too
+            await crew.finish()
             return status

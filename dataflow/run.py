@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from dataflow.config import RunConfig, known_keys, load_config
+from dataflow.config import Recipe, RunConfig, known_keys, load_config
 from dataflow.errors import ConfigError, DataflowError, RunError
 from dataflow.pipeline import Pipeline
 from dataflow.testing.faults import check_faults
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _print_check(config, pipeline)
             return 0
         recipe.prepare(config, lambda text: print(text, flush=True))
-        return _run(config, pipeline, local=options.local)
+        return _run(config, recipe, pipeline, local=options.local)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -131,7 +131,7 @@ def _print_check(config: RunConfig, pipeline: Pipeline) -> None:
     print("ok: nothing was started")
 
 
-def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
+def _run(config: RunConfig, recipe: Recipe, pipeline: Pipeline, *, local: bool) -> int:
     from dataflow.console import Console
 
     run_dir = _make_run_dir(config, pipeline)
@@ -154,7 +154,7 @@ def _run(config: RunConfig, pipeline: Pipeline, *, local: bool) -> int:
         except RunError as error:
             raise RunError(f"{error}\nlogs: {run_dir / 'logs'}") from error
         finally:
-            console.close_ledger(pipeline.irreproducible)
+            console.close_ledger(pipeline.irreproducible, recipe.summarise)
         console.say(f"finished in {time.monotonic() - started:.1f} s; results in {run_dir}")
     trained = status.ledger.units("trained") + status.ledger.units("completed")
     if not trained:

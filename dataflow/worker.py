@@ -48,6 +48,7 @@ Metrics = Mapping[str, tuple[float, float]]
 Report = Admitted | Acknowledged | Failed | Dropped | Stopped | Warned | Suspended | Published
 
 TRACEBACK_CHARACTERS = 4000
+WAITS_TOLD = 10  # of the oldest: every session in an engine may have one
 
 
 class Stop(Exception):
@@ -158,7 +159,7 @@ class Worker:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            await self._control.heartbeat(self.name, self._holding(), self._context.waits.open())
+            await self._control.heartbeat(self.name, self._holding(), self._context.waits.open()[:WAITS_TOLD])
 
     async def _loop(self) -> None:
         while True:

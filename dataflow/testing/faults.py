@@ -2,8 +2,8 @@
 
 A worker sees the world through its stage, its queue and its coordinator. `Faults.around` wraps these three, so that the
 code under test is the code of every run. Whether a fault strikes is drawn from (seed, fault, unit, delivery): whoever
-draws it, in whatever order, comes to the same result. How often it struck is counted in files of the run directory,
-which outlive the process that it kills.
+draws it, in whatever order and in whatever run, comes to the same result. How often it struck is counted in files of the
+run directory, which outlive the process that it kills.
 
 The stage with one owner is not struck: its death ends a run by design.
 """
@@ -55,6 +55,11 @@ class _Target:
     delivery: int
     unit: Unit | None
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What it is, in words that hold in any run: its id begins with the name of its own."""
+        return (self.window_index, *(self.unit.order if self.unit is not None else ()), self.delivery)
+
 
 class Faults:
     """The faults of one run, as one process sees them.
@@ -79,7 +84,7 @@ class Faults:
         mine = [(number, fault) for number, fault in self._faults if fault.stage == stage.name]
         if not mine or stage.one_owner:
             return control, queue
-        wrapped = _FaultyControl(self, control)
+        wrapped = _FaultyControl(self, control, stage.name)
         _wrap_process(stage, wrapped)
         return wrapped, _FaultyQueue(queue, wrapped)
 
@@ -104,7 +109,7 @@ class Faults:
         )
 
     def _drawn(self, number: int, fault: Fault, target: _Target) -> bool:
-        text = json.dumps([self._seed, number, target.id, target.delivery])
+        text = json.dumps([self._seed, number, *target.place])
         draw = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
         return draw < fault.probability
 
@@ -125,27 +130,44 @@ class Faults:
         self._folder.mkdir(parents=True, exist_ok=True)
         record = {"at": time.time(), "fault": number, "unit": target.id, "delivery": target.delivery}
         record |= fault.model_dump(include={"kind", "stage", "where"})
-        path = self._folder / f"{number:03d}.{time.time_ns():x}.json"
-        path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        name = f"{number:03d}.{os.getpid()}.{time.time_ns():x}"
+        partial = self._folder / f"{name}.partial"
+        partial.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        partial.rename(self._folder / f"{name}.json")
 
 
 def check_faults(faults: Sequence[Fault], pipeline: Pipeline) -> None:
-    """Refuse faults that could not strike.
+    """Refuse faults that could not strike as they are written.
 
     Raises:
         ConfigError: Names the fault, and what is wrong with it.
     """
     for number, fault in enumerate(faults):
-        stage = pipeline.stages.get(fault.stage)
-        if stage is None:
-            raise ConfigError(
-                f"faults[{number}].stage: there is no stage {fault.stage!r}; the stages are: "
-                f"{', '.join(pipeline.stages)}"
-            )
-        if stage.one_owner:
-            raise ConfigError(f"faults[{number}].stage: {fault.stage!r} has one owner, and its death ends a run")
-        if fault.kind in ("slow", "late") and not fault.seconds:
-            raise ConfigError(f"faults[{number}].seconds: a fault of kind {fault.kind!r} takes some; it is 0")
+        if problem := _problem(fault, pipeline):
+            raise ConfigError(f"faults[{number}].{problem}")
+
+
+def _problem(fault: Fault, pipeline: Pipeline) -> str:
+    """The key of a fault that keeps it from striking, and why; empty if there is none."""
+    plan = pipeline.plans.get(fault.stage)
+    if plan is None:
+        return f"stage: there is no stage {fault.stage!r}; the stages are: {', '.join(pipeline.plans)}"
+    if plan.one_owner:
+        return f"stage: {fault.stage!r} has one owner, and its death ends a run"
+    if fault.window is not None and fault.window >= pipeline.windows:
+        return f"window: there is no window {fault.window}; the run has {pipeline.windows}, counted from 0"
+    for key in ("uid", "greedy"):
+        if plan.granularity == "source" and getattr(fault, key) is not None:
+            return f"{key}: stage {fault.stage!r} fills whole windows; leave the key out, or choose a window"
+    if fault.greedy and "baseline" not in plan.kinds:
+        return f"greedy: stage {fault.stage!r} never works on greedy units"
+    if fault.kind in ("slow", "late") and not fault.seconds:
+        return f"seconds: a fault of kind {fault.kind!r} takes some; it is 0"
+    if fault.seconds and fault.kind not in ("slow", "late", "hang"):
+        return f"seconds: a fault of kind {fault.kind!r} takes none; leave the key out"
+    if fault.where != "before" and fault.kind != "kill":
+        return f"where: a fault of kind {fault.kind!r} has one place; leave the key out"
+    return ""
 
 
 def struck_faults(run_dir: Path) -> list[dict[str, Any]]:
@@ -157,14 +179,13 @@ def struck_faults(run_dir: Path) -> list[dict[str, Any]]:
 class _FaultyControl:
     """The coordinator as a worker sees it. It sees every claim, so it knows which delivery of a unit is worked on."""
 
-    def __init__(self, faults: Faults, control: Control) -> None:
+    def __init__(self, faults: Faults, control: Control, stage: str) -> None:
         self._faults = faults
         self._targets: dict[str, _Target] = {}
         self._control = control
-        self._stage = ""
+        self._stage = stage
 
     async def joined(self, worker: str, stage: str, process: str) -> None:
-        self._stage = stage
         await self._control.joined(worker, stage, process)
 
     async def claim(self, worker: str, request: int, loaded_version: int, holding: Holding) -> Claim | None:

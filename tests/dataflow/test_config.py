@@ -267,7 +267,7 @@ def test_stages_of_the_users_own_are_part_of_the_graph(tmp_path: Path) -> None:
 
 
 def test_a_stage_can_be_given_a_process_of_its_own_from_the_configuration(tmp_path: Path) -> None:
-    processes = build(tmp_path, "placement.reward=graders").processes()
+    processes = build(tmp_path, "settings.reward.placement=graders").processes()
     assert processes["graders"] == [("reward-0", "reward")]
     assert ("reward-0", "reward") not in processes["light"]
 
