@@ -101,7 +101,7 @@ class Status:
     halted: str = ""
     detailed: bool = False
     blocked: list[Blocked] = field(default_factory=list)
-    waits: dict[str, tuple[Wait, ...]] = field(default_factory=dict)
+    waits: Mapping[str, tuple[Wait, ...]] = field(default_factory=dict)
 
 
 def coordinator_for(pipeline: Pipeline, run_id: str, settings: LimitsSection) -> Coordinator:

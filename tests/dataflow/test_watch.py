@@ -98,14 +98,19 @@ class Spec(StageSpec):
 
 
 def go(
-    folder: Path, grade: type[Stage], terminal: io.StringIO | None = None, restarts: int = 3, **limits: Any
+    folder: Path,
+    grade: type[Stage],
+    terminal: io.StringIO | None = None,
+    restarts: int = 3,
+    pipeline: Pipeline | None = None,
+    **limits: Any,
 ) -> Status:
     """Run three windows in this process with the given grading stage."""
     specs = tuple(Spec(cls) for cls in (Source, Rollout, grade, Update))
-    pipeline = Pipeline(specs, windows=3, rows_per_window=6)
+    pipeline = pipeline or Pipeline(specs, windows=3, rows_per_window=6)
     pipeline.check()
     config = RunConfig(limits=LimitsSection(max_failures=None, **limits), cluster=ClusterSection(max_restarts=restarts))
-    with Console(folder, 3, config.limits, terminal or io.StringIO()) as console:
+    with Console(folder, pipeline.windows, config.limits, terminal or io.StringIO()) as console:
         return run_local(config, pipeline, folder, "run", console)
 
 
@@ -211,7 +216,7 @@ def test_a_worker_that_breaks_again_and_again_ends_the_run(tmp_path: Path) -> No
 
 def test_a_stage_that_hangs_in_a_thread_costs_its_worker_and_one_attempt(tmp_path: Path) -> None:
     free = threading.Event()
-    hung = []
+    hung: list[str] = []
 
     class Hangs(Grade):
         deadline_s = 0.3
@@ -251,3 +256,25 @@ def test_the_dead_letters_have_the_exception_its_traceback_and_the_attempts(tmp_
     assert all('raise ValueError("cannot grade this")' in one["traceback"] for one in letters)
     attempts = view.failures().to_pylist()
     assert [(one["attempt"], one["worker"]) for one in attempts] == [(1, "grade-0"), (2, "grade-0")] * 3
+
+
+def test_a_slow_last_stage_bounds_what_the_first_one_fills(tmp_path: Path) -> None:
+    filled: list[int] = []
+    ahead: list[int] = []
+
+    class Counted(Source):
+        def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
+            filled.append(batch.window_index)
+            return super().process(batch)
+
+    class Slow(Update):
+        async def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:  # type: ignore[override]
+            await asyncio.sleep(0.05)  # the stages before could fill every window in this time
+            ahead.append(len(filled) - batch.window_index)
+            return super().process(batch)
+
+    specs = tuple(Spec(cls) for cls in (Counted, Rollout, Grade, Slow))
+    # Six rows are one window, at worst: 18 are three.
+    pipeline = Pipeline(specs, windows=12, rows_per_window=6, max_staleness=100, max_rows=18)
+    assert go(tmp_path, Grade, pipeline=pipeline).ledger.balanced
+    assert max(ahead) == 3
