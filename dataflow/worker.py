@@ -200,6 +200,7 @@ class Worker:
         async with self._turn:
             await _maybe_await(self.stage.suspend)
             self._suspended = True
+            log.info("device freed stage=%s device=%s", self.stage.name, self.stage.device)
         await self._control.report([Suspended(self.name, 0.0)], {}, "")
 
     async def _resume(self) -> None:
@@ -207,6 +208,7 @@ class Worker:
             if self._suspended:
                 await _maybe_await(self.stage.resume)
                 self._suspended = False
+                log.info("device taken stage=%s device=%s", self.stage.name, self.stage.device)
 
     # ---- one claim ----------------------------------------------------------------------------------
 
