@@ -2,8 +2,8 @@
 
 A worker sees the world through its stage, its queue and its coordinator. `Faults.around` wraps these three, so that the
 code under test is the code of every run. Whether a fault strikes is drawn from (seed, fault, unit, delivery): whoever
-draws it, in whatever order and in whatever run, comes to the same result. How often it struck is counted in files of the
-run directory, which outlive the process that it kills.
+draws it, in whatever order and run, comes to the same result. How often it struck is counted in files of the run
+directory, which outlive the process that it kills.
 
 The stage with one owner is not struck: its death ends a run by design.
 """

@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dataflow.batch import Unit
-from dataflow.events import Settled
+from dataflow.batch import Failure, Unit
+from dataflow.events import ATTEMPT_FAILED, Settled
 from dataflow.journal import JournalWriter, append_json, read_batches
 from schemas.column import Column
 
@@ -60,8 +60,8 @@ def test_rows_are_read_back_with_their_addresses_and_types(tmp_path: Path) -> No
 
 def test_what_became_of_a_unit_is_read_back(tmp_path: Path) -> None:
     journal = JournalWriter(tmp_path, "ledger", "coordinator")
-    journal.settled([Settled(UNIT, "reward", "done", "", 1, 3)])
-    journal.settled([Settled(UNIT, "reward", "failed: reward", "boom", -1, 3)])
+    journal.settled([Settled(UNIT, "reward", "done", "", 1, 3, None, "reward-0")])
+    journal.settled([Settled(UNIT, "advantage", "dropped: partial group", "1 of 2 units survived", -1, 3)])
     journal.close()
     first, second = [batch.drop_columns(["at"]).to_pylist()[0] for batch in read_batches(only_file(tmp_path))]
     assert first == {
@@ -75,8 +75,34 @@ def test_what_became_of_a_unit_is_read_back(tmp_path: Path) -> None:
         "reason": "",
         "delivery": 1,
         "rows": 3,
+        "worker": "reward-0",
+        "attempt": None,
+        "error": None,
+        "message": None,
+        "traceback": None,
     }
-    assert (second["outcome"], second["reason"]) == ("failed: reward", "boom")
+    assert (second["outcome"], second["reason"], second["worker"]) == (
+        "dropped: partial group",
+        "1 of 2 units survived",
+        "",
+    )
+
+
+def test_a_failed_attempt_is_read_back_with_its_exception(tmp_path: Path) -> None:
+    journal = JournalWriter(tmp_path, "ledger", "coordinator")
+    failure = Failure("ValueError", "Ünï", "Traceback (most recent call last): ...", attempt=2)
+    journal.settled([Settled(UNIT, "reward", ATTEMPT_FAILED, str(failure), 1, 3, failure, "reward-0")])
+    journal.close()
+    (batch,) = read_batches(only_file(tmp_path))
+    (record,) = batch.select(["outcome", "worker", "attempt", "error", "message", "traceback"]).to_pylist()
+    assert record == {
+        "outcome": "attempt failed",
+        "worker": "reward-0",
+        "attempt": 2,
+        "error": "ValueError",
+        "message": "Ünï",
+        "traceback": "Traceback (most recent call last): ...",
+    }
 
 
 def test_a_growing_file_shows_every_batch_written_so_far(tmp_path: Path) -> None:
