@@ -17,13 +17,17 @@ from dataflow.config import LimitsSection
 from dataflow.coordinator import Coordinator
 from dataflow.errors import QueueError
 from dataflow.events import (
+    Acknowledged,
+    Admitted,
     Alarm,
     Blocked,
     Claim,
     ClaimWanted,
     ClaimWithdrawn,
+    Dropped,
     Effect,
     Event,
+    Failed,
     Finished,
     Grant,
     Halt,
@@ -195,7 +199,8 @@ class CoordinatorService:
         self._progress_at = now = self._clock()
         late = self.coordinator.ledger.late
         effects = self.coordinator.handle(*(replace(report, now=now) for report in reports))
-        if self.coordinator.ledger.late - late < len(reports):  # what comes too late to count is not measured either
+        results = sum(isinstance(report, Admitted | Acknowledged | Failed | Dropped) for report in reports)
+        if self.coordinator.ledger.late - late < results:  # what comes too late to count is not measured either
             self._count(window, metrics)
         self._execute(effects)
 

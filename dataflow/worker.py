@@ -169,10 +169,10 @@ class Worker:
                 return
             if claim is None:
                 continue
-            if claim.suspend:
-                await self._suspend()
-                continue
             try:
+                if claim.suspend:
+                    await self._suspend()
+                    continue
                 await self._resume()
                 await self._work(claim)
             finally:
@@ -451,8 +451,8 @@ class Worker:
         for unit, rows in batch.sessions():
             part = {name: list(values[rows]) for name, values in columns.items()}
             marks = [value for values in part.values() for value in values if isinstance(value, RowError | Drop)]
-            if self.stage.granularity in WHOLE_GROUPS and not marks:
-                self._checked(by_id[unit.id], part)  # a bad value fails the whole group: its rest is another group
+            if self.stage.granularity in (*WHOLE_GROUPS, "window") and not marks:
+                self._checked(by_id[unit.id], part)  # a bad value fails all: the rest would be another group
             results.append(_Result(by_id[unit.id], marks[0] if marks else part))
         return results
 

@@ -297,14 +297,15 @@ def test_what_was_shown_is_forgotten_and_what_was_not_is_shown_again() -> None:
     run(story())
 
 
+@pytest.mark.slow
 def test_a_long_run_holds_no_more_than_a_short_one() -> None:
     async def story() -> None:
         windows = 10_000
-        office = Office(GRADED, windows=windows)
+        office = Office(windows=windows)
         await office.open()
         sizes = []
         for number in range(windows):
-            await office.work("source-0", "rollout-0", "reward-0", "update-0", metrics={"score": (1.0, 1.0)})
+            await office.work("source-0", "rollout-0", "update-0", metrics={"score": (1.0, 1.0)})
             if number % 100 == 99:
                 status = await office.status(number + 1 - 100)
                 assert [record.index for record in status.closed] == list(range(number - 99, number + 1))

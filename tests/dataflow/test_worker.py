@@ -21,7 +21,7 @@ from dataflow.journal import JournalWriter, read_batches
 from dataflow.pipeline import Pipeline, StageSpec
 from dataflow.queue import MemoryQueue
 from dataflow.service import CoordinatorService, WindowRecord, coordinator_for
-from dataflow.stage import Outcome, Stage, StageConfig, StageContext, stage
+from dataflow.stage import Granularity, Outcome, Stage, StageConfig, StageContext, stage
 from dataflow.waits import Wait
 from dataflow.worker import Control, Metrics, Report, Worker
 from schemas.catalog import columns
@@ -411,7 +411,10 @@ def test_a_batch_of_groups_that_raises_is_run_again_group_by_group(tmp_path: Pat
     assert all(Counter(name[0] for name in call) == dict.fromkeys({n[0] for n in call}, 2) for call in calls)
 
 
-def test_a_group_of_which_one_value_is_wrong_is_tried_again_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("granularity", ["group", "window"])
+def test_units_taken_together_of_which_one_value_is_wrong_are_tried_again_whole(
+    tmp_path: Path, granularity: Granularity
+) -> None:
     calls: list[int] = []
 
     def grade(batch: Batch) -> dict[str, Any]:
@@ -419,7 +422,7 @@ def test_a_group_of_which_one_value_is_wrong_is_tried_again_whole(tmp_path: Path
         return {"grade": [1.0, "bad" if len(calls) == 1 else 2.0, 3.0]}
 
     sink = Sink("grade")
-    line = Line(tmp_path, Prompts("a", sessions=3), Answers(), group_stage(grade), sink)
+    line = Line(tmp_path, Prompts("a", sessions=3), Answers(), made(grade, granularity=granularity), sink)
     line.run()
     assert calls == [3, 3]
     assert [rows for _, rows in sorted(sink.rows.items())] == [[(1.0,)], [(2.0,)], [(3.0,)]]
