@@ -68,6 +68,11 @@ class UnitState:
         """Whether it left early or, at its window's end, was settled."""
         return bool(self.outcome)
 
+    @property
+    def fate(self) -> str:
+        """The outcome, and the reason where the outcome does not say it yet."""
+        return self.outcome if self.outcome.endswith(self.reason) else f"{self.outcome} ({self.reason})"
+
 
 @dataclass(eq=False)
 class GroupState:

@@ -504,7 +504,7 @@ def _join_ray(config: RunConfig, folder: RunFolder) -> None:
         "runtime_env": {"env_vars": variables},
     }
     if config.cluster.address is not None:
-        ray.init(address=config.cluster.address, **common)
+        _init_ray(address=config.cluster.address, **common)
         nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         if len(nodes) > 1:
             raise RunError(
@@ -514,7 +514,7 @@ def _join_ray(config: RunConfig, folder: RunFolder) -> None:
         return
     # The queue's own actors ask for one CPU each and wait for ever if they do not get it.
     cpus = max(os.cpu_count() or 1, config.queue.storage_units + 2)
-    ray.init(
+    _init_ray(
         address="local",
         num_cpus=cpus,
         include_dashboard=False,
@@ -522,6 +522,23 @@ def _join_ray(config: RunConfig, folder: RunFolder) -> None:
         _temp_dir=str(folder.path / "ray"),
         **common,
     )
+
+
+def _init_ray(**options: Any) -> None:
+    """`ray.init`, whose failures come as errors of several kinds, some of them plain Exceptions.
+
+    Raises:
+        RunError: If Ray does not start, or there is no cluster at the address.
+    """
+    import ray
+
+    try:
+        ray.init(**options)
+    except Exception as error:
+        ray.shutdown()
+        raise RunError(
+            f"Ray ({options['address']}) did not start: {error} (a machine that is very busy may need a second try)"
+        ) from error
 
 
 def _refuse_foreign_queue() -> None:

@@ -563,7 +563,7 @@ class Coordinator:
         window.settled = True
         self._empty_in_a_row = self._empty_in_a_row + 1 if empty else 0
         if empty:
-            reasons = sorted({f"{unit.outcome} ({unit.reason})" for unit in window.units.values() if unit.dead})
+            reasons = sorted({unit.fate for unit in window.units.values() if unit.dead})
             message = f"nothing is left to train on in window {window.name}: {'; '.join(reasons[:3])}"
             self._alarm(message)
             if self._empty_in_a_row >= self._max_empty:

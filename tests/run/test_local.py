@@ -122,7 +122,7 @@ def test_nothing_left_to_train_on_ends_the_run_with_the_reason(
     assert code == 1
     error = capsys.readouterr().err
     assert "windows in a row had nothing to train on" in error
-    assert "missing baseline" in error
+    assert "dropped: reward error\n" in error
 
 
 def test_I01_tables_are_read_inside_a_running_event_loop(tmp_path: Path) -> None:
