@@ -178,12 +178,13 @@ def build(config: RLConfig) -> Pipeline:
 
 def _irreproducible(config: RLConfig) -> str:
     """The first setting under which a second run may differ in its last bits; see docs/model.md."""
+    alone = config.engine == "vllm" or (config.engine == "hf" and config.rollout.max_sequences == 1)
     causes = {
         f"max_staleness is {config.max_staleness}": config.max_staleness > 0,
         f"model.device is {config.model.device}": config.model.device != "cpu",
         f"model.dtype is {config.model.dtype}": config.model.dtype != "float32",
         f"update.threads is {config.update.threads}": config.update.threads > 1,
-        f"engine {config.engine!r} computes what arrives together in one batch": config.engine != "vllm",
+        f"engine {config.engine!r} computes what arrives together in one batch": not alone,
     }
     return next((cause for cause, holds in causes.items() if holds), "")
 
