@@ -6,6 +6,7 @@ import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import textwrap
@@ -208,14 +209,34 @@ PARENT = """
 """
 
 
-def parent(pipe: Path, **settings: Any) -> subprocess.Popen[bytes]:
-    os.mkfifo(pipe)
-    function = f"{FUNCTIONS}:tells_then_hangs"
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(PARENT), function, str(pipe)], **settings)
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
-def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
-    process = parent(tmp_path / "pipe", stderr=subprocess.DEVNULL)
+@pytest.fixture
+def parent(tmp_path: Path) -> Iterator[Start]:
+    """Start a process whose child tells the pipe `tmp_path / "pipe"` who it is, and hangs; killed after the test."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(**settings: Any) -> subprocess.Popen[bytes]:
+        os.mkfifo(tmp_path / "pipe")
+        command = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(PARENT),
+            f"{FUNCTIONS}:tells_then_hangs",
+            str(tmp_path / "pipe"),
+        ]
+        processes.append(subprocess.Popen(command, **settings))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def test_it_does_not_outlive_a_parent_that_is_killed(parent: Start, tmp_path: Path) -> None:
+    process = parent(stderr=subprocess.DEVNULL)
     ends = [wait_for_end(int(pid)) for pid in (tmp_path / "pipe").read_text().split()]
     process.kill()
     process.wait(PLENTY_S)
@@ -223,11 +244,16 @@ def test_it_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
         end()
 
 
-def test_an_interrupt_at_the_terminal_ends_it_and_the_terminal_shows_the_parents_words_alone(tmp_path: Path) -> None:
+def test_an_interrupt_at_the_terminal_ends_it_and_the_terminal_shows_the_parents_words_alone(
+    parent: Start, tmp_path: Path
+) -> None:
     terminal, theirs = pty.openpty()
-    process = parent(
-        tmp_path / "pipe", stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=lambda: os.login_tty(theirs)
-    )
+
+    def log_in() -> None:
+        os.login_tty(theirs)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a background shell has it ignored, and that is inherited
+
+    process = parent(stdin=theirs, stdout=theirs, stderr=theirs, preexec_fn=log_in)
     os.close(theirs)
     ends = [wait_for_end(int(pid)) for pid in (tmp_path / "pipe").read_text().split()]
     os.write(terminal, b"\x03")
