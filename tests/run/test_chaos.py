@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_storm_over_a_real_run_leaves_no_trace_in_rows_and_weights(tmp_path: Path) -> None:
+def test_Q10_a_storm_over_a_real_run_leaves_no_trace_in_rows_and_weights(tmp_path: Path) -> None:
     arguments = ["--seed", "16", "--windows", "6", "--faults", "20", "--engine", "hf", "--dir", str(tmp_path)]
     sizes = ["data.prompts_per_window=8", "rollout.n=4", "rollout.max_sequences=1"]
     command = [sys.executable, "scripts/chaos", *arguments, *sizes]

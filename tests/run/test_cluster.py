@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,35 +35,3 @@ def test_remax_trains_through_vllm_on_a_live_queue(start: Callable[..., Run], pr
     assert table["response_words"].null_count == 0
     assert (run.directory / "model" / "model.safetensors").is_file()
     assert not [process for process in psutil.process_iter(["cmdline"]) if "EngineCore" in str(process.info["cmdline"])]
-
-
-def test_Q10_killed_workers_are_replaced_and_every_row_is_accounted_for(start: Callable[..., Run]) -> None:
-    run = start(*SMALL, "engine=hf", "windows=10", "settings.reward.placement=reward")
-    for line in run.read():
-        if line.startswith("window    1"):
-            run.kill("reward")
-        if line.startswith("window    4"):
-            run.kill("rollout-0")
-    assert run.process.wait() == 0, "\n".join(run.lines)
-    ledger = run.ledger()
-    assert ledger["balanced"]
-    assert ledger["settled"] == {"sampled trained": 320, "baseline used as baseline": 80}
-    redelivered = ledger["redelivered"]
-    assert isinstance(redelivered, dict)
-    assert any("re-dispatched units:" in line for line in run.lines)
-    assert sum("is back" in line for line in run.lines) == 2
-
-
-def test_an_interrupted_run_ends_cleanly_and_leaves_no_process(start: Callable[..., Run]) -> None:
-    run = start(*SMALL, "engine=hf", "windows=500")
-    for line in run.read():
-        if line.startswith("window    0"):
-            children = psutil.Process(run.process.pid).children(recursive=True)
-            os.killpg(run.process.pid, signal.SIGINT)
-            break
-    assert run.finish() == 130, "\n".join(run.lines)
-    deadline = time.monotonic() + 20
-    while (alive := [child for child in children if child.is_running()]) and time.monotonic() < deadline:
-        psutil.wait_procs(alive, timeout=1)
-    assert not alive
-    assert dataflow.connect(run.directory).table("train/000000").num_rows == 40
