@@ -193,16 +193,15 @@ class _ProcessActor:
 
 
 def _missing_actors(names: Sequence[tuple[str, str | None]]) -> list[str]:
-    """Those of the named actors, each (name, namespace), that are not alive."""
+    """Those of the named actors, each (name, namespace), that are not alive.
+
+    `ray.get_actor` would not tell: a process that has found a name once keeps what it found.
+    """
     import ray
 
-    missing = []
-    for name, namespace in names:
-        try:
-            ray.get_actor(name, namespace=namespace)
-        except ValueError:
-            missing.append(name)
-    return missing
+    own = ray.get_runtime_context().namespace
+    alive = {(found["name"], found["namespace"]) for found in ray.util.list_named_actors(all_namespaces=True)}
+    return [name for name, namespace in names if (name, namespace or own) not in alive]
 
 
 def _actor(cls: type, variables: Mapping[str, str], num_gpus: float = 0) -> Any:
