@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from stages.algorithms import advantages
-from stages.algorithms.advantages import Advantages
+from stages.algorithms.sessions import Advantages
 
 PROPERTY = settings(derandomize=True, deadline=None, max_examples=80)
 NAMES = ["remax", "grpo", "dr_grpo", "rloo", "reinforce"]
