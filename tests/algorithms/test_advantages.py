@@ -165,6 +165,18 @@ def test_only_the_best_of_a_group_learns_from_its_lead(rewards: list[float | Non
     assert per_row(grpo_passk(**batch(rewards))) == approx(expected)
 
 
+def test_a_lead_that_is_rounding_is_none() -> None:
+    rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0], [0.0, 0.0]])
+    assert rewards.double().sum(-1)[:2].diff() != 0
+    got = grpo_passk(
+        token_rewards=rewards,
+        mask=torch.ones(3, 2),
+        groups=torch.zeros(3, dtype=torch.int64),
+        valid=torch.ones(3, dtype=torch.bool),
+    )
+    assert not got.advantages.any()
+
+
 def test_gpg_scales_by_the_rows_that_take_part_and_a_lone_session_is_one_of_them() -> None:
     # 5 rows, 2 of them rewarded: a has deviations +-1/2, b is alone, c is not valid.
     assert per_row(gpg(**batch([1, 0, 1, 0, 0, None], list("aabccd")))) == [1.25, -1.25, 0, 0, 0, 0]
