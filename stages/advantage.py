@@ -106,7 +106,8 @@ class Advantage(Stage):
         """
         sessions = [self._session(batch, unit, rows) for unit, rows in batch.sessions()]
         inputs = self._inputs(batch, sessions)
-        result = self._estimate(**{name: inputs[name] for name in self._needs.inputs}, **self.config.options)
+        options = {**self._needs.options, **self.config.options}
+        result = self._estimate(**{name: inputs[name] for name in self._needs.inputs}, **options)
         advantages, returns = result.advantages.numpy(), result.returns.numpy()
         self._report(batch, sessions, advantages)
         if "baseline" in inputs:

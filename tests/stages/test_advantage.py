@@ -368,7 +368,7 @@ estimator = EstimatorNeeds(
 )
 number = 3
 
-def half(*, token_rewards, mask, valid, values, c=0.5):
+def half(*, token_rewards, mask, valid, values, c):
     from stages.algorithms.sessions import Advantages, participants
 
     batch = participants("half", token_rewards, mask, valid)
