@@ -51,6 +51,11 @@ CATALOG: tuple[Column, ...] = (
            shape="[T]", nullable=True, producer="reward"),
     Column("reward_status", pa.string(), "`ok`, `timeout`, `error` or `abstain`.", producer="reward"),
     Column("reward_info", pa.string(), "JSON text: what else the scorer said, or why it failed.", producer="reward"),
+    # Models beside the policy.
+    Column("ref_log_probs", FLOATS, "Log-probability of each token under the reference model.",
+           "nats", "[T]", nullable=True, producer="ref_log_probs"),
+    Column("values", FLOATS, "What the critic expects of the return from each token on.",
+           shape="[T]", nullable=True, producer="values"),
     # Baseline join, advantage, update.
     Column("baseline", pa.float32(), "Total return of the uid's greedy session, or what stood in for it.",
            producer="baseline_join"),

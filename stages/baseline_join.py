@@ -36,7 +36,7 @@ class MissingBaselineConfig(StageConfig):
     """What stands in for a missing baseline: a policy or a list of them, of which the first that applies is taken:
     leave_one_out, group_mean, ema, zero, drop (leave the session out, by name), fail (stop the run)."""
     ema_decay: float = Field(0.9, ge=0, lt=1)
-    """Weight of the past in the running mean of `ema`, per window."""
+    """Weight of the past in the running mean of `ema`, and of the estimator rae, per window."""
 
 
 class BaselineJoinConfig(MissingBaselineConfig):

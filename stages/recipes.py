@@ -14,10 +14,10 @@ from dataflow.config import Recipe, RunConfig, Section
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
-from stages.algorithms.catalog import ESTIMATORS
 from stages.algorithms.fallback import OF_SIBLINGS
 from stages.baseline_join import MissingBaselineConfig
 from stages.datasets import prompts_path
+from stages.estimators import RewardKeys, check_reward_keys, resolve
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
 from stages.reward import RewardConfig
@@ -86,7 +86,11 @@ class RLConfig(RunConfig):
     """Configuration of the RL recipe."""
 
     estimator: str = "remax"
-    """Advantage estimator: remax, grpo, dr_grpo, rloo, reinforce."""
+    """Advantage estimator: a name of docs/algorithms.md, such as remax, grpo, rloo, gae, or an import path."""
+    estimator_options: dict[str, float] = {}
+    """Options of the estimator, such as `gamma`."""
+    reward_keys: RewardKeys = []
+    """For gdpo: the named rewards that it compares, a list, or a mapping to their weights."""
     engine: str = "vllm"
     """Rollout engine: vllm, hf, or an import path."""
     windows: int | None = Field(None, ge=1)
@@ -107,7 +111,8 @@ class RLConfig(RunConfig):
     @field_validator("estimator")
     @classmethod
     def _known_estimator(cls, value: str) -> str:
-        return known(value, ESTIMATORS, "estimators")
+        resolve(value)
+        return value
 
     @field_validator("engine")
     @classmethod
@@ -116,7 +121,12 @@ class RLConfig(RunConfig):
 
     @model_validator(mode="after")
     def _consistent(self) -> RLConfig:
-        needs = ESTIMATORS[self.estimator]
+        needs = resolve(self.estimator)
+        try:
+            needs.check(self.estimator_options)
+        except ValueError as error:
+            raise ValueError(f"estimator_options: {error}") from error
+        check_reward_keys(needs, self.reward_keys)
         if needs.greedy_baseline and self.baseline.greedy is False:
             raise ValueError(
                 f"estimator {self.estimator!r} compares with a greedy session of each prompt, but baseline.greedy is "
@@ -139,7 +149,7 @@ class RLConfig(RunConfig):
     def greedy(self) -> bool:
         """Whether each prompt gets a greedy session."""
         chosen = self.baseline.greedy
-        return ESTIMATORS[self.estimator].greedy_baseline if chosen is None else chosen
+        return resolve(self.estimator).greedy_baseline if chosen is None else chosen
 
 
 def build(config: RLConfig) -> Pipeline:
@@ -196,7 +206,7 @@ def _prompt_files(config: RLConfig) -> list[str]:
 
 def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
     model = resolve_model(config.model.path)
-    needs = ESTIMATORS[config.estimator]
+    needs = resolve(config.estimator)
     data, rollout = config.data, config.rollout
     specs = [
         _spec(
@@ -226,7 +236,15 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
         _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
-        _spec("advantage", "stages.advantage:Advantage", estimator=config.estimator),
+        _spec(
+            "advantage",
+            "stages.advantage:Advantage",
+            estimator=config.estimator,
+            options=config.estimator_options,
+            reward_keys=config.reward_keys,
+            ema_decay=config.baseline.ema_decay,
+            max_staleness=config.max_staleness,
+        ),
         _spec(
             "update",
             "stages.update:Update",
@@ -253,8 +271,8 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             max_staleness=config.max_staleness,
         )
         specs.insert(3, join)
-        if "ema" in config.baseline.on_missing:
-            specs.append(_spec("return_mean", "stages.return_mean:ReturnMean"))
+    if needs.running_mean or (needs.greedy_baseline and "ema" in config.baseline.on_missing):
+        specs.append(_spec("return_mean", "stages.return_mean:ReturnMean"))
     return specs
 
 

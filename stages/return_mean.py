@@ -36,8 +36,8 @@ class ReturnMean(Stage):
         "reward_status",
         "response_mask",
         "data_source",
-        # Not looked at: what the join drops must be gone before the window is summed, whatever the timing.
-        "baseline_source",
+        # Not looked at: what is dropped up to there must be gone before the window is summed, whatever the timing.
+        "advantages",
     )
     writes = ()
 

@@ -1,46 +1,24 @@
-"""Advantage estimators over sessions: tensors in, tensors out.
+"""Advantage estimators that compare the returns of whole sessions: tensors in, tensors out.
 
-A row is one session, its turns concatenated and padded, so a session counts once however many turns it has.
-Nothing depends on the order of rows or on padding. Every estimator keeps the same rules:
-
-- The mask holds on both sides: a reward on a masked token counts nowhere, neither in a return nor in a
-  statistic.
-- A row takes part if it is valid (its reward is known) and has a policy token. Any other row gets zeros and
-  enters no statistic, whatever its rewards hold, NaN included.
-- Group of one: 0. It has no sibling to compare with. (verl's `grpo` and loop form of `rloo` give R there, its
-  vectorised `rloo` gives 0.)
-- Zero spread: exactly 0. Returns that differ by less than float rounding are equal; an epsilon beside the
-  standard deviation alone would turn rounding noise into advantages of order 0.1.
-- Standard deviation: sample (divisor K - 1), plus 1e-6.
-- Advantages are 0 where the mask is 0.
-
-Sums are taken in float64; results have the dtype of `token_rewards`.
+`stages.algorithms.sessions` has the rules at the edges, which all of them keep; `stages.algorithms.token_advantages`
+has the estimators that compare tokens.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from stages.algorithms.catalog import ESTIMATORS
 from stages.algorithms.returns import discounted_returns
-
-STD_EPSILON = 1e-6
-ROUNDINGS = 8  # Returns that differ by less than this many roundings of their parts are equal.
-
-
-class Advantages(NamedTuple):
-    """What an estimator returns.
-
-    Attributes:
-        advantages: ``[B, T]``; 0 where the mask is 0 and on rows that take no part.
-        returns: ``[B, T]``. For `remax`, the reward to go at every position, masked ones included. The other
-            estimators judge a session as a whole: their returns are the advantages, as in verl.
-    """
-
-    advantages: Tensor
-    returns: Tensor
+from stages.algorithms.sessions import (
+    STD_EPSILON,
+    Advantages,
+    compare,
+    participants,
+    rounding_of,
+    whiten,
+)
 
 
 def remax(*, token_rewards: Tensor, mask: Tensor, valid: Tensor, baseline: Tensor) -> Advantages:
@@ -57,16 +35,63 @@ def remax(*, token_rewards: Tensor, mask: Tensor, valid: Tensor, baseline: Tenso
         valid: ``[B] bool``, false = the reward or the baseline is unknown.
         baseline: ``[B]`` floating, total return of the row's greedy session.
 
+    Returns:
+        The returns are G_t at every position, masked ones included.
+
     Raises:
         ValueError: Shapes differ, or a row that takes part has a reward or a baseline that is not finite.
         TypeError: A dtype is wrong.
     """
-    batch = _participants("remax", token_rewards, mask, valid)
-    _expect_rows("remax", "baseline", baseline, batch.rows.shape)
-    _expect_finite("remax", "baseline", baseline, batch.rows)
+    batch = participants("remax", token_rewards, mask, valid)
+    baseline = batch.per_row("baseline", baseline)
     returns = discounted_returns(batch.rewards, batch.policy, gamma=1.0)
-    advantages = (returns - baseline.double()[:, None]).where(batch.policy, 0.0)
-    return Advantages(advantages.to(batch.dtype), returns.to(batch.dtype))
+    return Advantages(batch.result(returns - baseline[:, None]), returns.to(batch.dtype))
+
+
+def remax_clipped(
+    *,
+    token_rewards: Tensor,
+    mask: Tensor,
+    valid: Tensor,
+    baseline: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    kappa: float = 0.05,
+    gamma: float = 0.99,
+    clip: float = 5.0,
+) -> Advantages:
+    """ReMax as its authors train with it: a clipped, discounted difference of returns, and a KL penalty per token.
+
+    ``A_t = m_t (γ^{T−t+1} clip(R − b, −c, c) − κ (log π − log π_ref)_t)``, where t = 1 .. T counts the policy tokens of
+    the session from its first: the last one is discounted once, the first one T times, and tool tokens between them
+    not at all. The penalty is that of the token alone, not summed to go. Source: Li et al., "ReMax",
+    arXiv 2310.10505, in the form of the authors' code (``compute_returns``).
+
+    Args:
+        token_rewards: ``[B, T]`` floating.
+        mask: ``[B, T]``, 1 = policy token.
+        valid: ``[B] bool``, false = the reward or the baseline is unknown.
+        baseline: ``[B]`` floating, total return of the row's greedy session.
+        log_probs: ``[B, T]``, nats, of the policy that drew the tokens.
+        ref_log_probs: ``[B, T]``, nats, of the reference model.
+        kappa: Weight κ ≥ 0 of the penalty.
+        gamma: Discount γ in [0, 1] per policy token.
+        clip: Largest size c ≥ 0 of R − b that counts.
+
+    Returns:
+        The returns are the advantages.
+
+    Raises:
+        ValueError: Shapes differ, an option is out of range, or something that counts is not finite.
+        TypeError: A dtype is wrong.
+    """
+    ESTIMATORS["remax_clipped"].check({"kappa": kappa, "gamma": gamma, "clip": clip})
+    batch = participants("remax_clipped", token_rewards, mask, valid)
+    gain = (batch.score - batch.per_row("baseline", baseline)).clamp(-clip, clip)
+    penalty = batch.tokens("log_probs", log_probs) - batch.tokens("ref_log_probs", ref_log_probs)
+    to_end = batch.policy.double().flip(-1).cumsum(-1).flip(-1)  # T − t + 1 on the policy tokens
+    advantages = batch.result(gamma**to_end * gain[:, None] - kappa * penalty)
+    return Advantages(advantages, advantages)
 
 
 def grpo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
@@ -81,13 +106,16 @@ def grpo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) 
         groups: ``[B] int64``, equal for the sessions of one uid; any numbers, in any order.
         valid: ``[B] bool``, false = the reward is unknown.
 
+    Returns:
+        The returns are the advantages, as for all that follow.
+
     Raises:
         ValueError: Shapes differ, or a row that takes part has a reward that is not finite.
         TypeError: A dtype is wrong.
     """
-    batch = _participants("grpo", token_rewards, mask, valid)
-    group = _compare("grpo", batch, groups)
-    return _per_session(group.deviation / (group.std + STD_EPSILON), batch)
+    batch = participants("grpo", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    return batch.to_tokens(group.deviation / (group.std + STD_EPSILON))
 
 
 def dr_grpo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
@@ -96,8 +124,64 @@ def dr_grpo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tenso
     Arguments and errors of `grpo`. Source: Liu et al., "Understanding R1-Zero-Like Training",
     arXiv 2503.20783.
     """
-    batch = _participants("dr_grpo", token_rewards, mask, valid)
-    return _per_session(_compare("dr_grpo", batch, groups).deviation, batch)
+    batch = participants("dr_grpo", token_rewards, mask, valid)
+    return batch.to_tokens(compare(batch, groups).deviation)
+
+
+def grpo_passk(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """GRPO for the best of a group: only the best session learns, from its lead over the second.
+
+    ``A_t = m_t (R_(1) − R_(2)) / (σ_g + 1e-6)`` for the session with the largest return of its group, 0 for the others;
+    0 for all where the best two are equal. Arguments and errors of `grpo`. Source: Tang et al., "Optimizing language
+    models for inference time objectives using reinforcement learning", arXiv 2503.19595.
+    """
+    batch = participants("grpo_passk", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    best = batch.rows & (group.deviation == group.groups.largest(group.deviation, batch.rows))
+    lead = group.deviation - group.groups.largest(group.deviation, batch.rows & ~best)
+    one_leads = best & (group.groups.total(best.double()) == 1) & (group.members > 1) & (lead > group.rounding)
+    return batch.to_tokens(lead.where(one_leads, 0.0) / (group.std + STD_EPSILON))
+
+
+def gdpo(*, components: Tensor, weights: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """GDPO: each named reward is centred and scaled within its group by itself; then they are summed and whitened.
+
+    ``A_t = m_t W(Σ_k w_k (R_k − μ_{g,k}) / σ_{g,k})``, W being `whiten`. A reward with a wide spread cannot drown one
+    with a narrow one, as it does where rewards are summed first. A reward without spread in the group adds nothing;
+    so σ needs no epsilon, which would leave a remainder of opposite rewards for W to blow up. Source: Liu et al.,
+    "GDPO", arXiv 2601.05242.
+
+    Args:
+        components: ``[B, K]`` floating, each session's total of each named reward.
+        weights: ``[K]`` floating.
+        mask: ``[B, T]``, 1 = policy token.
+        groups: ``[B] int64``, equal for the sessions of one uid.
+        valid: ``[B] bool``, false = a reward is unknown.
+
+    Raises:
+        ValueError: Shapes differ, or a row that takes part has a component that is not finite.
+        TypeError: A dtype is wrong.
+    """
+    if components.dim() != 2 or not components.shape[1] or not components.is_floating_point():
+        raise ValueError(
+            f"gdpo: expected floating components [B, K > 0], got {components.dtype} {list(components.shape)}"
+        )
+    if weights.shape != components.shape[1:] or mask.shape[:1] != components.shape[:1]:
+        raise ValueError(
+            f"gdpo: expected weights [K] and mask [B, T] for components {list(components.shape)}, "
+            f"got {list(weights.shape)} and {list(mask.shape)}"
+        )
+    batch = participants("gdpo", components.new_zeros(mask.shape), mask, valid)
+    batch.expect_finite("components", components.double().sum(-1))
+    # A component is the return of a session of one token.
+    one_token = [participants("gdpo", part, batch.rows[:, None], batch.rows) for part in components.T[..., None]]
+    standings = [compare(part, groups) for part in one_token]
+    parts = [group.deviation / group.std.where(group.std > 0, 1.0) for group in standings]
+    scaled = torch.stack(parts, dim=-1) * weights.double()
+    tokens = scaled.sum(-1)[:, None].expand(batch.policy.shape)
+    compared = batch.policy & (standings[0].members > 1)[:, None]
+    advantages = batch.result(whiten(tokens, compared, scaled.abs().sum(-1), batch.dtype))
+    return Advantages(advantages, advantages)
 
 
 def rloo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
@@ -106,9 +190,49 @@ def rloo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) 
     ``A_t = m_t (R − mean of the others) = m_t (R − μ_g) K / (K − 1)``. Arguments and errors of `grpo`.
     Source: Ahmadian et al., "Back to Basics", arXiv 2402.14740.
     """
-    batch = _participants("rloo", token_rewards, mask, valid)
-    group = _compare("rloo", batch, groups)
-    return _per_session(group.deviation * group.size / (group.size - 1).clamp(min=1), batch)
+    batch = participants("rloo", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    return batch.to_tokens(group.deviation * group.members / (group.members - 1).clamp(min=1))
+
+
+def opo(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """OPO: session return minus the mean return of its group, weighted by length.
+
+    ``A_t = m_t (R − Σ_j L_j R_j / Σ_j L_j)`` with L the number of policy tokens: the baseline of least variance if
+    the squared gradient of a session grows with its length. Arguments and errors of `grpo`. Source: Hao et al.,
+    "On-policy RL with optimal reward baseline", arXiv 2505.23585.
+    """
+    batch = participants("opo", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    length = batch.policy.sum(-1).double()
+    baseline = group.groups.total(length * group.deviation) / group.groups.total(length).clamp(min=1)
+    return batch.to_tokens(group.deviation - baseline)
+
+
+def gpg(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """GPG: session return minus the mean of its group, scaled up by the share of rows with a reward.
+
+    ``A_t = m_t α (R − μ_g)`` with ``α = B / max(#{R ≠ 0}, 1)`` over the B rows that take part. Arguments and errors of
+    `grpo`. Source: Chu et al., "GPG", arXiv 2504.02546.
+    """
+    batch = participants("gpg", token_rewards, mask, valid)
+    rewarded = batch.score.abs() > rounding_of(batch.magnitude, batch.dtype)
+    scale = batch.rows.double().sum() / rewarded.sum().clamp(min=1)
+    return batch.to_tokens(scale * compare(batch, groups).deviation)
+
+
+def maxrl(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """MaxRL: session return, centred and divided by the mean of its group.
+
+    ``A_t = m_t (R − μ_g) / μ_g``: hard prompts, where μ is small, weigh more, as under maximum likelihood. It is made
+    for rewards that are never negative. Where μ_g is not above 0 (by more than rounding) nothing was solved, and all
+    are 0. Arguments and errors of `grpo`. Source: Tajwar et al., "Maximum likelihood reinforcement learning",
+    arXiv 2602.02710.
+    """
+    batch = participants("maxrl", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    solved = group.mean > group.rounding
+    return batch.to_tokens((group.deviation / group.mean.where(solved, 1.0)).where(solved, 0.0))
 
 
 def reinforce(*, token_rewards: Tensor, mask: Tensor, valid: Tensor) -> Advantages:
@@ -117,87 +241,41 @@ def reinforce(*, token_rewards: Tensor, mask: Tensor, valid: Tensor) -> Advantag
     The whole batch is one group, so a batch of one gives 0. Arguments and errors of `grpo`, without `groups`.
     Source: Williams, "Simple statistical gradient-following algorithms", 1992.
     """
-    batch = _participants("reinforce", token_rewards, mask, valid)
+    batch = participants("reinforce", token_rewards, mask, valid)
     one_group = torch.zeros_like(batch.rows, dtype=torch.int64)
-    return _per_session(_compare("reinforce", batch, one_group).deviation, batch)
+    return batch.to_tokens(compare(batch, one_group).deviation)
 
 
-class _Batch(NamedTuple):
-    """The checked inputs, with mask and validity applied once and for all.
+def rae(*, token_rewards: Tensor, mask: Tensor, valid: Tensor, baseline: Tensor) -> Advantages:
+    """RAE: session return minus the running mean of earlier returns of the same role: ``A_t = m_t (R − b)``.
 
-    `rewards` ``[B, T] float64`` and `policy` ``[B, T] bool`` are zero and false off the policy tokens of the
-    rows that take part; `rows` ``[B] bool`` says which those are; `dtype` is that of the results.
+    Unbiased, since b is made of the past alone, and a group of one is as good as any. Source: Liu et al., "SPIRAL",
+    arXiv 2506.24119, section on role-conditioned advantage estimation.
+
+    Args:
+        token_rewards: ``[B, T]`` floating.
+        mask: ``[B, T]``, 1 = policy token.
+        valid: ``[B] bool``, false = the reward is unknown.
+        baseline: ``[B]`` floating, running mean of the row's role; 0 as long as there is none.
+
+    Raises:
+        ValueError: Shapes differ, or a row that takes part has a reward or a baseline that is not finite.
+        TypeError: A dtype is wrong.
     """
-
-    rewards: Tensor
-    policy: Tensor
-    rows: Tensor
-    dtype: torch.dtype
+    batch = participants("rae", token_rewards, mask, valid)
+    return batch.to_tokens(batch.score - batch.per_row("baseline", baseline))
 
 
-class _Group(NamedTuple):
-    """A row's standing in its group, each ``[B] float64``; deviation is 0 where nothing can be compared."""
+def reinforce_plus_plus_baseline(*, token_rewards: Tensor, mask: Tensor, groups: Tensor, valid: Tensor) -> Advantages:
+    """REINFORCE++ with a baseline: session return minus the mean of its group, whitened over the batch.
 
-    deviation: Tensor
-    size: Tensor
-    std: Tensor
-
-
-def _participants(name: str, token_rewards: Tensor, mask: Tensor, valid: Tensor) -> _Batch:
-    if token_rewards.dim() != 2 or mask.shape != token_rewards.shape:
-        raise ValueError(
-            f"{name}: expected token_rewards and mask of one shape [B, T], "
-            f"got {list(token_rewards.shape)} and {list(mask.shape)}"
-        )
-    if not token_rewards.is_floating_point():
-        raise TypeError(f"{name}: expected floating token_rewards, got {token_rewards.dtype}")
-    _expect_rows(name, "valid", valid, token_rewards.shape[:1])
-    if valid.dtype != torch.bool:
-        raise TypeError(f"{name}: expected valid bool, got {valid.dtype}")
-    policy = (mask != 0) & valid[:, None]
-    rewards = token_rewards.double().where(policy, 0.0)
-    rows = policy.any(-1)
-    _expect_finite(name, "token_rewards", rewards.sum(-1), rows)
-    return _Batch(rewards, policy, rows, token_rewards.dtype)
-
-
-def _compare(name: str, batch: _Batch, groups: Tensor) -> _Group:
-    """Compare the return of each row with its group, over the rows that take part."""
-    rows = batch.rows
-    _expect_rows(name, "groups", groups, rows.shape)
-    if groups.dtype != torch.int64:
-        raise TypeError(f"{name}: expected groups int64, got {groups.dtype}")
-    names, index = torch.unique(groups, return_inverse=True)
-
-    def total(values: Tensor) -> Tensor:
-        return values.new_zeros(len(names)).index_add(0, index, values)[index]
-
-    def largest(values: Tensor) -> Tensor:
-        values = values.where(rows, -torch.inf)
-        return values.new_full((len(names),), -torch.inf).scatter_reduce(0, index, values, "amax")[index]
-
-    score = batch.rewards.sum(-1)
-    size = total(rows.double())
-    deviation = (score - total(score) / size.clamp(min=1)).where(rows, 0.0)
-    std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
-    spread = largest(score) + largest(-score)  # maximum minus minimum
-    # The rounding of a sum is bounded by the size of its parts, not by that of the sum.
-    rounding = ROUNDINGS * torch.finfo(batch.dtype).eps * largest(batch.rewards.abs().sum(-1))
-    return _Group(deviation.where(spread > rounding, 0.0), size, std)
-
-
-def _per_session(advantage: Tensor, batch: _Batch) -> Advantages:
-    """Give every policy token of a session the session's advantage."""
-    advantages = advantage[:, None].expand(batch.policy.shape).where(batch.policy, 0.0).to(batch.dtype)
+    ``A_t = m_t W(R − μ_g)``, W being `whiten` over tokens, so that long sessions weigh more in its statistics. A group
+    without spread has deviation 0 and stays in them. Arguments and errors of `grpo`. Source: Hu, "REINFORCE++",
+    arXiv 2501.03262.
+    """
+    batch = participants("reinforce_plus_plus_baseline", token_rewards, mask, valid)
+    group = compare(batch, groups)
+    tokens = group.deviation[:, None].expand(batch.policy.shape)
+    compared = batch.policy & (group.members > 1)[:, None]
+    advantages = batch.result(whiten(tokens, compared, batch.magnitude, batch.dtype))
     return Advantages(advantages, advantages)
-
-
-def _expect_rows(name: str, argument: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: expected {argument} {list(shape)}, got {list(tensor.shape)}")
-
-
-def _expect_finite(name: str, argument: str, values: Tensor, rows: Tensor) -> None:
-    bad = (rows & ~values.isfinite()).nonzero().flatten().tolist()
-    if bad:
-        raise ValueError(f"{name}: {argument} is not finite in rows {bad[:8]}; mark rows without a value as not valid")

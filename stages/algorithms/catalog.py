@@ -6,33 +6,90 @@ the mathematics stands in the modules that `function` names.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from stages.names import known
+
+INPUTS: dict[str, str] = {
+    "token_rewards": "[B, T] float, the reward of each token; a session's own sum to its return",
+    "mask": "[B, T] float, 1 = policy token",
+    "groups": "[B] int64, equal for the sessions of one uid",
+    "valid": "[B] bool, false = the reward is unknown",
+    "baseline": "[B] float, what to compare a return with: greedy, or a running mean",
+    "log_probs": "[B, T] float, nats, of the policy that drew the tokens",
+    "ref_log_probs": "[B, T] float, nats, of the reference model",
+    "sum_pi_squared": "[B, T] float, sum over the vocabulary of the squared probabilities",
+    "values": "[B, T] float, what the critic expects from each token on",
+    "components": "[B, K] float, a session's total of each named reward",
+    "weights": "[K] float, of the named rewards",
+}
+"""What an estimator may ask for; B sessions, padded to T tokens."""
+Granularity = Literal["row", "group", "window"]
 
 
 @dataclass(frozen=True)
 class EstimatorNeeds:
     """What an advantage estimator asks of the pipeline around it.
 
+    An estimator of a user's own is declared by an object of this class, in a module that imports no torch.
+
     Attributes:
         name: What a config calls it.
         granularity: Which sessions must be there before the first of them can be computed: the session alone
             ("row"), all sessions of its uid ("group"), or all sessions of the update ("window").
-        greedy_baseline: Whether each uid needs a greedy session, and the baseline join before it.
-        min_group: Fewest sessions of a uid, with a known reward, that give it anything to learn from. A group
-            estimator with fewer sessions per prompt than this trains on nothing.
-        inputs: Keyword arguments of the function, all required.
-        function: ``module:name``. It returns `stages.algorithms.advantages.Advantages`.
+        inputs: Keyword arguments of the function, all required: keys of `INPUTS`.
+        function: ``module:name``. It returns `stages.algorithms.sessions.Advantages`.
         doc: One line, formula included.
+        min_group: Fewest sessions of a uid, with a known reward, that give it anything to learn from. An
+            estimator with fewer sessions per prompt than this trains on nothing.
+        greedy_baseline: Whether its `baseline` is the return of a greedy session of each uid, which needs the
+            baseline join before it.
+        running_mean: Whether its `baseline` is the running mean of the returns of earlier windows.
+        options: Further keyword arguments, name -> default.
+        ranges: Option -> lowest and highest value, both allowed. Without one, any finite number.
+
+    Raises:
+        ValueError: The declaration contradicts itself.
     """
 
     name: str
-    granularity: Literal["row", "group", "window"]
-    greedy_baseline: bool
-    min_group: int
+    granularity: Granularity
     inputs: tuple[str, ...]
     function: str
     doc: str
+    min_group: int = 1
+    greedy_baseline: bool = False
+    running_mean: bool = False
+    options: Mapping[str, float] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known(self.granularity, get_args(Granularity), "granularities", f"estimator {self.name!r}: ")
+        for tensor in self.inputs:
+            known(tensor, INPUTS, "inputs", f"estimator {self.name!r}: ")
+        if ("baseline" in self.inputs) != (self.greedy_baseline != self.running_mean):
+            raise ValueError(
+                f"estimator {self.name!r}: an estimator with the input 'baseline' says where it is from, by one of "
+                "greedy_baseline and running_mean, and no other does"
+            )
+        for option in self.ranges:
+            known(option, self.options, "options", f"estimator {self.name!r}: ranges: ")
+        self.check(self.options)
+
+    def check(self, options: Mapping[str, float]) -> None:
+        """Refuse options that the function could not take.
+
+        Raises:
+            ValueError: Names the option, what is allowed and what came.
+        """
+        for name, value in options.items():
+            known(name, self.options, f"options of {self.name}")
+            lowest, highest = self.ranges.get(name, (-math.inf, math.inf))
+            if not (lowest <= value <= highest and math.isfinite(value)):
+                raise ValueError(f"{name}: {self.name} expects a number in [{lowest:g}, {highest:g}], got {value}")
 
 
 @dataclass(frozen=True)
@@ -68,56 +125,154 @@ class AggregationNeeds:
 
 
 _ADVANTAGES = "stages.algorithms.advantages"
+_TOKEN_ADVANTAGES = "stages.algorithms.token_advantages"
 _LOSSES = "stages.algorithms.losses"
+_ALONE = ("token_rewards", "mask", "valid")
 _GROUPED = ("token_rewards", "mask", "groups", "valid")
+_SHARE = (0.0, 1.0)
+_NOT_NEGATIVE = (0.0, math.inf)
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
     needs.name: needs
     for needs in (
         EstimatorNeeds(
-            name="remax",
-            granularity="row",
+            "remax",
+            "row",
+            (*_ALONE, "baseline"),
+            f"{_ADVANTAGES}:remax",
+            "Return to go minus the total return of the prompt's greedy session: G_t - b.",
             greedy_baseline=True,
-            min_group=1,
-            inputs=("token_rewards", "mask", "valid", "baseline"),
-            function=f"{_ADVANTAGES}:remax",
-            doc="Return to go minus the total return of the prompt's greedy session: G_t - b.",
         ),
         EstimatorNeeds(
-            name="grpo",
-            granularity="group",
-            greedy_baseline=False,
+            "grpo",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:grpo",
+            "Session return, centred and scaled within its group: (R - mean) / (sample std + 1e-6).",
             min_group=2,
-            inputs=_GROUPED,
-            function=f"{_ADVANTAGES}:grpo",
-            doc="Session return, centred and scaled within its group: (R - mean) / (sample std + 1e-6).",
         ),
         EstimatorNeeds(
-            name="dr_grpo",
-            granularity="group",
-            greedy_baseline=False,
+            "dr_grpo",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:dr_grpo",
+            "GRPO without the division by the standard deviation: R - mean.",
             min_group=2,
-            inputs=_GROUPED,
-            function=f"{_ADVANTAGES}:dr_grpo",
-            doc="GRPO without the division by the standard deviation: R - mean.",
         ),
         EstimatorNeeds(
-            name="rloo",
-            granularity="group",
-            greedy_baseline=False,
+            "rloo",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:rloo",
+            "Session return minus the mean of the other sessions of its group.",
             min_group=2,
-            inputs=_GROUPED,
-            function=f"{_ADVANTAGES}:rloo",
-            doc="Session return minus the mean of the other sessions of its group.",
         ),
         EstimatorNeeds(
-            name="reinforce",
-            granularity="window",
-            greedy_baseline=False,
-            min_group=1,
-            inputs=("token_rewards", "mask", "valid"),
-            function=f"{_ADVANTAGES}:reinforce",
-            doc="Session return minus the mean over all sessions of the batch.",
+            "reinforce",
+            "window",
+            _ALONE,
+            f"{_ADVANTAGES}:reinforce",
+            "Session return minus the mean over all sessions of the batch.",
+        ),
+        EstimatorNeeds(
+            "remax_clipped",
+            "row",
+            (*_ALONE, "baseline", "log_probs", "ref_log_probs"),
+            f"{_ADVANTAGES}:remax_clipped",
+            "The ReMax authors' form: gamma^(T-t+1) clip(R - b, -c, c) - kappa (log pi - log pi_ref)_t.",
+            greedy_baseline=True,
+            options={"kappa": 0.05, "gamma": 0.99, "clip": 5.0},
+            ranges={"kappa": _NOT_NEGATIVE, "gamma": _SHARE, "clip": _NOT_NEGATIVE},
+        ),
+        EstimatorNeeds(
+            "grpo_passk",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:grpo_passk",
+            "The best session of a group alone: (R_best - R_second) / (sample std + 1e-6).",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "gdpo",
+            "window",
+            ("components", "weights", "mask", "groups", "valid"),
+            f"{_ADVANTAGES}:gdpo",
+            "The weighted sum of GRPO's advantages for each named reward, whitened over the batch.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "opo",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:opo",
+            "Session return minus the mean of its group, weighted by length.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "gpg",
+            "window",
+            _GROUPED,
+            f"{_ADVANTAGES}:gpg",
+            "(R - mean of its group) times sessions / sessions with a return that is not 0.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "maxrl",
+            "group",
+            _GROUPED,
+            f"{_ADVANTAGES}:maxrl",
+            "Session return, centred and divided by the mean of its group: (R - mean) / mean.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "rae",
+            "row",
+            (*_ALONE, "baseline"),
+            f"{_ADVANTAGES}:rae",
+            "Session return minus the running mean of the returns of earlier windows.",
+            running_mean=True,
+        ),
+        EstimatorNeeds(
+            "reinforce_plus_plus",
+            "window",
+            _ALONE,
+            f"{_TOKEN_ADVANTAGES}:reinforce_plus_plus",
+            "Discounted return to go, whitened over the tokens of the batch.",
+            options={"gamma": 1.0},
+            ranges={"gamma": _SHARE},
+        ),
+        EstimatorNeeds(
+            "reinforce_plus_plus_baseline",
+            "window",
+            _GROUPED,
+            f"{_ADVANTAGES}:reinforce_plus_plus_baseline",
+            "Session return minus the mean of its group, whitened over the tokens of the batch.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "gae",
+            "window",
+            (*_ALONE, "values"),
+            f"{_TOKEN_ADVANTAGES}:gae",
+            "Generalised advantage estimation with a critic, whitened over the tokens of the batch.",
+            options={"gamma": 1.0, "lam": 1.0},
+            ranges={"gamma": _SHARE, "lam": _SHARE},
+        ),
+        EstimatorNeeds(
+            "optimal_token_baseline",
+            "group",
+            (*_GROUPED, "log_probs", "sum_pi_squared"),
+            f"{_TOKEN_ADVANTAGES}:optimal_token_baseline",
+            "Return to go minus its group's mean at the same place, weighted by the squared gradients up to there.",
+            min_group=2,
+        ),
+        EstimatorNeeds(
+            "tir_optimal_token_baseline",
+            "group",
+            (*_GROUPED, "log_probs", "sum_pi_squared"),
+            f"{_TOKEN_ADVANTAGES}:tir_optimal_token_baseline",
+            "optimal_token_baseline with places that count policy tokens alone.",
+            min_group=2,
         ),
     )
 }

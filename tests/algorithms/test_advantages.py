@@ -9,12 +9,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from stages.algorithms.advantages import Advantages, dr_grpo, grpo, reinforce, remax, rloo
+from stages.algorithms.advantages import (
+    dr_grpo,
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    maxrl,
+    opo,
+    rae,
+    reinforce,
+    reinforce_plus_plus_baseline,
+    remax,
+    remax_clipped,
+    rloo,
+)
 from stages.algorithms.returns import place_rewards, session_return
+from stages.algorithms.sessions import Advantages
 
 NAN = float("nan")
 Estimator = Callable[..., Advantages]
-GROUPED: list[Estimator] = [grpo, dr_grpo, rloo]
+GROUPED: list[Estimator] = [grpo, dr_grpo, rloo, grpo_passk, opo, gpg, maxrl, reinforce_plus_plus_baseline]
 
 
 def batch(rewards: Sequence[float | None], uids: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -52,6 +67,120 @@ def test_hand_values_of_one_group_under_every_estimator() -> None:
     # The others of the first row have mean 1/3, those of the second 2/3.
     assert per_row(rloo(**batch(rewards))) == pytest.approx([2 / 3, -2 / 3, 0, 0], abs=1e-7)
     assert per_row(reinforce(**ungrouped(rewards))) == [0.5, -0.5, 0, 0]
+    assert per_row(grpo_passk(**batch(rewards))) == pytest.approx([1.224742, 0, 0, 0], abs=1e-6)  # (1 - 1/2) / std
+    assert per_row(maxrl(**batch(rewards))) == [1, -1, 0, 0]  # divided by the mean 1/2
+    # Three of four have a reward: 4/3 times the deviation.
+    assert per_row(gpg(**batch(rewards))) == pytest.approx([2 / 3, -2 / 3, 0, 0], abs=1e-7)
+    assert per_row(rae(**ungrouped(rewards), baseline=torch.full((4,), 0.25))) == [0.75, -0.25, 0.25, 0.25]
+
+
+def test_hand_values_of_the_estimators_that_weigh_by_length() -> None:
+    lengths = torch.tensor([2, 4, 3, 1])
+    mask = (torch.arange(4) < lengths[:, None]).float()
+    last = torch.nn.functional.one_hot(lengths - 1, 4)
+    of_lengths = batch([1, 0, 0.5, 0.5]) | {
+        "token_rewards": last * torch.tensor([[1.0], [0.0], [0.5], [0.5]]),
+        "mask": mask,
+    }
+    # b = (2 * 1 + 3 / 2 + 1 / 2) / 10 = 0.4.
+    expected = torch.tensor([[0.6], [-0.4], [0.1], [0.1]])
+    torch.testing.assert_close(opo(**of_lengths).advantages, expected * mask)
+    # Deviations 1/2, -1/2, 0, 0 on 2, 4, 3 and 1 tokens: mean -0.1, variance (2 * .36 + 4 * .16 + 4 * .01) / 9.
+    expected = torch.tensor([[1.521278], [-1.014185], [0.253546], [0.253546]])
+    got = reinforce_plus_plus_baseline(**of_lengths)
+    torch.testing.assert_close(got.advantages, expected * mask, atol=1e-6, rtol=0)
+
+
+def test_gdpo_hears_a_narrow_reward_beside_a_wide_one() -> None:
+    # Each reward alone gives its winner +0.7071 and the other -0.7071, however wide it is.
+    sides = {name: tensor for name, tensor in batch([0, 0]).items() if name != "token_rewards"}
+    components = torch.tensor([[1.0, 0.0], [0.0, 10.0]])
+    assert per_row(gdpo(components=components, weights=torch.tensor([1.0, 1.0]), **sides)) == [0, 0]
+    got = per_row(gdpo(components=components, weights=torch.tensor([2.0, 1.0]), **sides))
+    assert got == approx([0.7071, -0.7071])  # whitened: +-0.7071 has the sample deviation 1
+    assert per_row(grpo(**batch([1, 10]))) == approx([-0.7071, 0.7071])  # what the sum of both says
+
+
+def test_gdpo_agrees_with_grpo_where_there_is_one_reward_and_whitening_changes_nothing() -> None:
+    rewards, uids = [1, 0, 1, 0, 1, 0], list("aabbcc")
+    sides = {name: tensor for name, tensor in batch(rewards, uids).items() if name != "token_rewards"}
+    got = gdpo(components=torch.tensor(rewards).float()[:, None], weights=torch.ones(1), **sides)
+    # GRPO gives +-0.7071; over six tokens of mean 0 the sample variance is 6 / 5 * 0.5.
+    assert per_row(got) == approx([0.9129, -0.9129] * 3)
+
+
+def test_remax_clipped_hand_values_with_a_tool_token_between_policy_tokens() -> None:
+    got = remax_clipped(
+        token_rewards=torch.tensor([[0, 0, 1.0, 0]]),
+        mask=torch.tensor([[1, 0, 1, 0]]),
+        valid=torch.tensor([True]),
+        baseline=torch.tensor([0.5]),
+        log_probs=torch.tensor([[-0.7, NAN, -1.2, NAN]]),
+        ref_log_probs=torch.tensor([[-1.0, NAN, -1.0, NAN]]),
+        kappa=0.1,
+        gamma=0.9,
+        clip=0.25,
+    )
+    # R - b = 0.5, cut to 0.25; two policy tokens: 0.81 and 0.9 of it, minus 0.1 * 0.3 and plus 0.1 * 0.2.
+    torch.testing.assert_close(got.advantages, torch.tensor([[0.1725, 0, 0.245, 0]]))
+    assert torch.equal(got.returns, got.advantages)
+
+
+def test_remax_clipped_without_discount_clip_and_penalty_is_the_difference_of_the_returns() -> None:
+    known = ungrouped([1, 0, 0.5]) | {"baseline": torch.tensor([0.0, 1.0, 0.25])}
+    probs = {"log_probs": torch.full((3, 1), -1.0), "ref_log_probs": torch.full((3, 1), -2.0)}
+    got = remax_clipped(**known, **probs, kappa=0.0, gamma=1.0, clip=9.0)
+    assert per_row(got) == [1, -1, 0.25]
+
+
+def test_maxrl_weighs_a_prompt_by_how_seldom_it_is_solved_and_gives_nothing_where_it_never_is() -> None:
+    rewards = [1, 0, 0, 0, 1, 1, 0, 0, 0, 0, -1, -3, 1, -1]
+    got = per_row(maxrl(**batch(rewards, list("aaaabbbbccddee"))))
+    assert got == [3, -1, -1, -1, 1, 1, -1, -1, 0, 0, 0, 0, 0, 0]  # means 1/4, 1/2, 0, -2 and 0
+
+
+def test_a_mean_that_is_rounding_is_no_mean_to_divide_by() -> None:
+    rewards = torch.tensor([[-0.1, -0.2, 0.3], [-0.7, 0.8, -0.1]])
+    assert rewards.double().sum(-1).mean() > 0
+    got = maxrl(
+        token_rewards=rewards,
+        mask=torch.ones(2, 3),
+        groups=torch.zeros(2, dtype=torch.int64),
+        valid=torch.ones(2, dtype=torch.bool),
+    )
+    assert not got.advantages.any()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1, 1, 0], [0, 0, 0]),  # two lead
+        ([2, 1, 0], [1, 0, 0]),  # std 1
+        ([0, 1], [0, 1 / 0.707107]),
+        ([1, None, 0], [1 / 0.707107, 0, 0]),
+        ([-2, None, -1], [0, 0, 1 / 0.707107]),
+    ],
+)
+def test_only_the_best_of_a_group_learns_from_its_lead(rewards: list[float | None], expected: list[float]) -> None:
+    assert per_row(grpo_passk(**batch(rewards))) == approx(expected)
+
+
+def test_a_lead_that_is_rounding_is_none() -> None:
+    rewards = torch.tensor([[0.1, 0.2], [0.3, 0.0], [0.0, 0.0]])
+    assert rewards.double().sum(-1)[:2].diff() != 0
+    got = grpo_passk(
+        token_rewards=rewards,
+        mask=torch.ones(3, 2),
+        groups=torch.zeros(3, dtype=torch.int64),
+        valid=torch.ones(3, dtype=torch.bool),
+    )
+    assert not got.advantages.any()
+
+
+def test_gpg_scales_by_the_rows_that_take_part_and_a_lone_session_is_one_of_them() -> None:
+    # 5 rows, 2 of them rewarded: a has deviations +-1/2, b is alone, c is not valid.
+    assert per_row(gpg(**batch([1, 0, 1, 0, 0, None], list("aabccd")))) == [1.25, -1.25, 0, 0, 0, 0]
+    assert per_row(gpg(**batch([0, 0]))) == [0, 0]
 
 
 def test_remax_hand_values_with_a_tool_token_between_policy_tokens() -> None:

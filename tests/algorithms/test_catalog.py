@@ -6,13 +6,14 @@ import importlib
 import inspect
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 
-from stages.algorithms.advantages import Advantages
-from stages.algorithms.catalog import AGGREGATIONS, ESTIMATORS, LOSSES
+from stages.algorithms.catalog import AGGREGATIONS, ESTIMATORS, INPUTS, LOSSES, EstimatorNeeds
 from stages.algorithms.losses import TokenLoss, aggregate
+from stages.algorithms.sessions import Advantages
 
 BATCH = {"log_probs", "old_log_probs", "advantages", "mask"}
 
@@ -29,12 +30,35 @@ def test_what_a_check_and_a_join_import_does_not_import_torch(module: str) -> No
 
 
 def test_what_each_estimator_needs() -> None:
-    assert {name: (n.granularity, n.greedy_baseline, n.min_group) for name, n in ESTIMATORS.items()} == {
-        "remax": ("row", True, 1),
-        "grpo": ("group", False, 2),
-        "dr_grpo": ("group", False, 2),
-        "rloo": ("group", False, 2),
-        "reinforce": ("window", False, 1),
+    def beside(needs: EstimatorNeeds) -> set[str]:
+        return set(needs.inputs) - {"token_rewards", "mask", "groups", "valid"}
+
+    found = {name: (needs.granularity, needs.min_group, beside(needs)) for name, needs in ESTIMATORS.items()}
+    assert found == {
+        "remax": ("row", 1, {"baseline"}),
+        "grpo": ("group", 2, set()),
+        "dr_grpo": ("group", 2, set()),
+        "rloo": ("group", 2, set()),
+        "reinforce": ("window", 1, set()),
+        "remax_clipped": ("row", 1, {"baseline", "log_probs", "ref_log_probs"}),
+        "grpo_passk": ("group", 2, set()),
+        "gdpo": ("window", 2, {"components", "weights"}),
+        "opo": ("group", 2, set()),
+        "gpg": ("window", 2, set()),
+        "maxrl": ("group", 2, set()),
+        "rae": ("row", 1, {"baseline"}),
+        "reinforce_plus_plus": ("window", 1, set()),
+        "reinforce_plus_plus_baseline": ("window", 2, set()),
+        "gae": ("window", 1, {"values"}),
+        "optimal_token_baseline": ("group", 2, {"log_probs", "sum_pi_squared"}),
+        "tir_optimal_token_baseline": ("group", 2, {"log_probs", "sum_pi_squared"}),
+    }
+    assert {name for name, needs in ESTIMATORS.items() if needs.greedy_baseline} == {"remax", "remax_clipped"}
+    assert {name for name, needs in ESTIMATORS.items() if needs.running_mean} == {"rae"}
+    assert {name: dict(needs.options) for name, needs in ESTIMATORS.items() if needs.options} == {
+        "remax_clipped": {"kappa": 0.05, "gamma": 0.99, "clip": 5.0},
+        "reinforce_plus_plus": {"gamma": 1.0},
+        "gae": {"gamma": 1.0, "lam": 1.0},
     }
 
 
@@ -43,17 +67,74 @@ def test_an_estimator_takes_its_inputs_and_gives_advantages(name: str) -> None:
     needs = ESTIMATORS[name]
     function = load(needs.function)
     assert callable(function)
-    assert list(inspect.signature(function).parameters) == list(needs.inputs)
+    parameters = inspect.signature(function).parameters
+    assert set(parameters) == {*needs.inputs, *needs.options}
+    assert {option: parameters[option].default for option in needs.options} == needs.options
     columns = {
         "token_rewards": torch.tensor([[1.0], [0.0]]),
         "mask": torch.ones(2, 1),
         "groups": torch.zeros(2, dtype=torch.int64),
         "valid": torch.ones(2, dtype=torch.bool),
         "baseline": torch.zeros(2),
+        "log_probs": torch.full((2, 1), -1.0),
+        "ref_log_probs": torch.full((2, 1), -1.0),
+        "sum_pi_squared": torch.full((2, 1), 0.5),
+        "values": torch.zeros(2, 1),
+        "components": torch.tensor([[1.0], [0.0]]),
+        "weights": torch.ones(1),
     }
+    assert set(columns) == set(INPUTS)
     got = function(**{column: columns[column] for column in needs.inputs})
     assert isinstance(got, Advantages)
     assert got.advantages.dtype == torch.float32
+    assert got.advantages[0] > got.advantages[1]
+
+
+@pytest.mark.parametrize("name", [name for name, needs in ESTIMATORS.items() if needs.options])
+def test_every_option_has_a_range_and_the_function_keeps_it(name: str) -> None:
+    needs = ESTIMATORS[name]
+    assert set(needs.ranges) == set(needs.options)
+    for option, (lowest, _) in needs.ranges.items():
+        with pytest.raises(ValueError, match=rf"{option}: {name} expects a number in \[0, .*\], got -0\.5"):
+            needs.check({option: lowest - 0.5})
+        tensors = dict.fromkeys(needs.inputs, torch.zeros(1, 1))
+        function = load(needs.function)
+        assert callable(function)
+        with pytest.raises(ValueError, match=f"{option}: {name} expects"):
+            function(**tensors, **{option: lowest - 0.5})
+
+
+@pytest.mark.parametrize("value", [1.01, float("inf"), float("nan")])
+def test_an_option_beyond_its_range_or_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"gamma: gae expects a number in \[0, 1\], got"):
+        ESTIMATORS["gae"].check({"gamma": value})
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_and_all_there_are() -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown name 'gama'; did you mean 'gamma'.* the options of gae are: gamma, lam"
+    ):
+        ESTIMATORS["gae"].check({"gama": 0.9})
+    with pytest.raises(ValueError, match="the options of grpo are: none"):
+        ESTIMATORS["grpo"].check({"gamma": 0.9})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": ("token_reward",)}, "'mine': unknown name 'token_reward'; did you mean 'token_rewards'"),
+        ({"granularity": "batch"}, "'mine': unknown name 'batch'; the granularities are: row, group, window"),
+        ({"inputs": ("baseline",)}, "'mine': .*one of greedy_baseline and running_mean"),
+        ({"greedy_baseline": True}, "'mine': .*one of greedy_baseline and running_mean"),
+        ({"ranges": {"gamma": (0, 1)}}, "'mine': ranges: unknown name 'gamma'; the options are: none"),
+        ({"options": {"gamma": 2.0}, "ranges": {"gamma": (0, 1)}}, "gamma: mine expects"),
+    ],
+)
+def test_a_declaration_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
+    declaration = {"name": "mine", "granularity": "row", "inputs": ("mask",), "function": "a:b", "doc": ""}
+    EstimatorNeeds(**declaration)
+    with pytest.raises(ValueError, match=message):
+        EstimatorNeeds(**declaration | change)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -13,6 +13,8 @@ import pytest
 from dataflow.config import known_keys, load_config
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline
+from stages.advantage import AdvantageConfig
+from stages.algorithms.catalog import ESTIMATORS
 from stages.recipes import RLConfig
 
 ROOT = Path(__file__).parents[2]
@@ -158,10 +160,13 @@ def test_remax_without_greedy_rows_is_refused_with_the_remedy(tmp_path: Path) ->
         load(tmp_path, "estimator: remax\nbaseline: {greedy: false}")
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo", "dr_grpo"])
+NAMED = {"gdpo": ["reward_keys=[correct]"]}
+
+
+@pytest.mark.parametrize("estimator", [name for name, needs in ESTIMATORS.items() if needs.min_group > 1])
 def test_A01_a_group_estimator_with_one_session_per_prompt_is_refused(tmp_path: Path, estimator: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{estimator}' compares at least 2 sessions.*Raise rollout\.n"):
-        load(tmp_path, "{}", f"estimator={estimator}", "rollout.n=1")
+        load(tmp_path, "{}", f"estimator={estimator}", "rollout.n=1", *NAMED.get(estimator, ()))
     load(tmp_path, "{}", "estimator=remax", "rollout.n=1")
 
 
@@ -203,6 +208,78 @@ def test_remax_builds_a_join_and_grpo_a_pipeline_without_greedy_rows(tmp_path: P
     assert list(grpo.stages) == ["source", "rollout", "reward", "advantage", "update"]
     assert (grpo.plans["advantage"].granularity, grpo.plans["advantage"].min_group) == ("group", 2)
     assert grpo.specs[0].options["greedy_baseline"] is False
+
+
+@pytest.mark.parametrize(
+    ("estimator", "column"),
+    [("gae", "values"), ("remax_clipped", "ref_log_probs"), ("optimal_token_baseline", "sum_pi_squared")],
+)
+def test_an_estimator_whose_column_nobody_writes_is_refused_by_the_columns_name(
+    tmp_path: Path, estimator: str, column: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"stage 'advantage' reads column '{column}', which no stage writes"):
+        build(tmp_path, f"estimator={estimator}")
+
+
+def test_rae_builds_the_running_means_without_greedy_rows_and_trains_after_them(tmp_path: Path) -> None:
+    pipeline = build(tmp_path, "estimator=rae", "baseline.ema_decay=0.5", "max_staleness=2")
+    assert list(pipeline.stages) == ["source", "rollout", "reward", "advantage", "return_mean", "update"]
+    assert pipeline.plans["return_mean"].depends_on == ("reward", "rollout", "source", "advantage")
+    assert "return_mean" in pipeline.plans["update"].depends_on
+    assert pipeline.specs[0].options["greedy_baseline"] is False
+    advantage = pipeline.stages["advantage"].config
+    assert isinstance(advantage, AdvantageConfig)
+    assert (advantage.ema_decay, advantage.max_staleness) == (0.5, 2)
+
+
+def test_the_options_of_the_estimator_reach_the_stage(tmp_path: Path) -> None:
+    options = build(tmp_path, "estimator=reinforce_plus_plus", "estimator_options.gamma=0.9").stages["advantage"].config
+    assert isinstance(options, AdvantageConfig)
+    assert options.options == {"gamma": 0.9}
+    named = build(tmp_path, "estimator=gdpo", "reward_keys={correct: 1, format: 0.5}").stages["advantage"].config
+    assert isinstance(named, AdvantageConfig)
+    assert named.reward_keys == {"correct": 1.0, "format": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("estimator=gae", "estimator_options.gama=1"), "estimator_options: unknown name 'gama'; did you mean 'gamma'"),
+        (
+            ("estimator=gae", "estimator_options.lam=2"),
+            r"estimator_options: lam: gae expects a number in \[0, 1\], got 2",
+        ),
+        (("estimator=gae", "estimator_options.lam=high"), r"estimator_options\.lam: .*number.*, got 'high'"),
+        (("estimator=grpo", "estimator_options.gamma=1"), "estimator_options: .*the options of grpo are: none"),
+        (("estimator=gdpo",), r"'gdpo' compares named rewards; name them, such as reward_keys=\[correct, format\]"),
+        (("estimator=grpo", "reward_keys=[a]"), "'grpo' takes no named rewards; remove reward_keys, or use gdpo"),
+        (("estimator=nowhere:mine",), "estimator: 'nowhere' cannot be imported: ModuleNotFoundError"),
+        (("estimator=stages.recipes:rl",), r"estimator: 'stages\.recipes:rl' is a Recipe; expected a .*EstimatorNeeds"),
+    ],
+)
+def test_what_does_not_fit_the_estimator_is_refused_under_its_key(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, "{}", *overrides)
+
+
+def test_an_estimator_of_the_users_own_is_checked_without_its_function(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from stages.algorithms.catalog import EstimatorNeeds\n"
+        "estimator = EstimatorNeeds(\n"
+        "    'mine', 'group', ('token_rewards', 'mask', 'groups', 'valid', 'ref_log_probs'), 'not.there:it', '',\n"
+        "    min_group=3, options={'beta': 0.5}, ranges={'beta': (0, 1)},\n"
+        ")\n"
+    )
+    named = f"estimator={file}:estimator"
+    with pytest.raises(ConfigError, match=r"mine\.py:estimator' compares at least 3 sessions"):
+        load(tmp_path, "{}", named, "rollout.n=2")
+    with pytest.raises(ConfigError, match="estimator_options: beta: mine expects"):
+        load(tmp_path, "{}", named, "estimator_options.beta=2")
+    with pytest.raises(ConfigError, match=r"'advantage' reads column 'ref_log_probs'.*by stage 'ref_log_probs'"):
+        build(tmp_path, named)
 
 
 @pytest.mark.parametrize(("prompts", "windows"), [(3, 1), (8, 1), (10, 2), (16, 2), (17, 3)])

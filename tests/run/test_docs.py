@@ -12,6 +12,8 @@ from dataflow.config import known_keys, load_config
 from dataflow.run import _default_config
 from dataflow.testing import run_stage
 from schemas.catalog import CATALOG, catalog_markdown
+from stages.advantage import Advantage, AdvantageConfig
+from stages.algorithms.catalog import ESTIMATORS
 from stages.recipes import RLConfig, rl
 from tests.run.conftest import COUNT_STAGE
 
@@ -48,6 +50,38 @@ def test_the_examples_of_baselines_run(tmp_path: Path) -> None:
     assert config.baseline.on_missing == ("leave_one_out", "ema", "drop")
 
 
+def test_the_page_of_algorithms_has_every_estimator_with_its_options_and_what_it_reads() -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    rows = {}
+    for line in page.splitlines():
+        if line.startswith("| `") and not line.startswith("| `estimator`"):
+            name, _, _, said, options = (cell.strip() for cell in line.strip("|").split("|"))
+            rows[name.strip("`")] = (said, options)
+    assert set(rows) == set(ESTIMATORS)
+    for name, needs in ESTIMATORS.items():
+        said, options = rows[name]
+        declared = ", ".join(f"`{option}` {default:g}" for option, default in needs.options.items())
+        assert options == (declared or ("`baseline.ema_decay`" if needs.running_mean else ""))
+        assert ("greedy sessions" in said) == needs.greedy_baseline
+        for column in ("values", "ref_log_probs", "sum_pi_squared"):
+            assert (f"`{column}`" in said) == (column in needs.inputs)
+        if needs.granularity != "row":
+            assert f"the {needs.granularity}" in said
+
+
+def test_the_estimator_of_the_page_of_algorithms_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks("docs/algorithms.md")
+    Path("mine.py").write_text(example, encoding="utf-8")
+    rows = [
+        {"uid": "a", "response_mask": [1], "reward": reward, "reward_semantics": "trajectory", "reward_status": "ok"}
+        for reward in (5.0, 0.0, 1.0)
+    ]
+    stage = Advantage(AdvantageConfig(estimator="mine.py:estimator"))
+    written = run_stage(stage, [row | {"token_rewards": None} for row in rows])
+    assert [one["advantages"].tolist() for one in written] == [[1.0], [-1.0], [-1.0]]  # 3, -2 and -1, cut
+
+
 def test_the_page_of_columns_is_fresh() -> None:
     assert (ROOT / "docs" / "columns.md").read_text(encoding="utf-8") == catalog_markdown()
 
@@ -71,6 +105,8 @@ def test_every_key_is_explained() -> None:
 # What each key of the recipe is set to, to see that it changes what is built.
 OTHER_VALUES = {
     "estimator": "rloo",
+    "estimator_options": "{gamma: 0.5}",
+    "reward_keys": "[format]",
     "engine": "hf",
     "windows": "7",
     "epochs": "3",
@@ -125,6 +161,12 @@ OTHER_VALUES = {
     "stages": '[{use: "stages.rewards:resolve"}]',
     "settings": "{reward: {placement: alone}}",
 }
+# What must be set beside a key, for it to mean anything.
+BESIDE = {
+    "epochs": ["windows=null"],
+    "estimator_options": ["estimator=reinforce_plus_plus"],
+    "reward_keys": ["estimator=gdpo", "reward_keys=[correct]"],
+}
 # Read by the runtime itself, and changed in effect by the tests of runs and of the coordinator.
 OF_THE_RUNTIME = {
     "recipe",
@@ -152,7 +194,7 @@ def test_C02_every_documented_key_is_known_to_this_test() -> None:
 @pytest.mark.parametrize("key", [key for key, value in OTHER_VALUES.items() if value is not None])
 def test_C02_every_key_of_the_recipe_changes_the_pipeline(key: str) -> None:
     default = _default_config()
-    extra = ["windows=null"] if key == "epochs" else []
+    extra = BESIDE.get(key, [])
     before, _ = load_config(None, extra, default)
     after, _ = load_config(None, [*extra, f"{key}={OTHER_VALUES[key]}"], default)
     assert rl.build(before) != rl.build(after)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pyarrow.compute as pc
@@ -11,6 +12,7 @@ import pytest
 
 import dataflow
 from dataflow.run import main
+from stages.algorithms.catalog import ESTIMATORS
 
 SMALL = ["engine=hf", "--local", "windows=2", "data.prompts_per_window=6", "rollout.n=4", "run.save_model=false"]
 
@@ -21,13 +23,49 @@ def run(tmp_path: Path, name: str, *arguments: str) -> dataflow.inspect.RunView:
     return dataflow.connect(tmp_path / name)
 
 
-@pytest.mark.parametrize("estimator", ["remax", "grpo", "dr_grpo", "rloo", "reinforce"])
+# Those that read no column of a model beside the policy, and no named rewards.
+PLAIN = [
+    name
+    for name, needs in ESTIMATORS.items()
+    if not {"values", "ref_log_probs", "sum_pi_squared", "components"} & set(needs.inputs)
+]
+
+
+@pytest.mark.parametrize("estimator", PLAIN)
 def test_every_estimator_runs_the_same_config(tmp_path: Path, estimator: str) -> None:
     view = run(tmp_path, estimator, f"estimator={estimator}")
     ledger = view.ledger()
     assert ledger["balanced"]
-    greedy = {"baseline used as baseline": 12} if estimator == "remax" else {}
+    greedy = {"baseline used as baseline": 12} if ESTIMATORS[estimator].greedy_baseline else {}
     assert ledger["settled"] == {"sampled trained": 48, **greedy}
+
+
+def test_gdpo_compares_the_numbers_that_a_users_reward_returns_beside_its_score(tmp_path: Path) -> None:
+    path = tmp_path / "two.py"
+    path.write_text(
+        "def reward(response, ground_truth):\n"
+        "    right, short = response.strip() == str(ground_truth), 1 / (1 + len(response))\n"
+        "    return {'score': right + short, 'right': right, 'short': short}\n"
+    )
+    names = ["estimator=gdpo", "reward_keys={right: 1.0, short: 0.5}", f"reward.function={path}:reward"]
+    view = run(tmp_path, "gdpo", *names)
+    assert view.ledger()["settled"] == {"sampled trained": 48}
+    values = [value for row in view.table("train/000000")["advantages"].to_pylist() for value in row]
+    assert sum(values) == pytest.approx(0, abs=1e-4)  # whitened over the window
+    assert max(values) > 0.5
+
+
+def test_rae_compares_a_window_with_the_running_mean_of_those_before_it(tmp_path: Path) -> None:
+    view = run(tmp_path, "rae", "estimator=rae", "baseline.ema_decay=0.5")
+    columns = ["reward", "advantages", "data_source"]
+    first, second = (view.table(f"train/00000{window}", columns).to_pylist() for window in range(2))
+    assert all(row["advantages"][0] == pytest.approx(row["reward"]) for row in first)
+    sources = {row["data_source"] for row in first}
+    means = {
+        source: statistics.fmean(row["reward"] for row in first if row["data_source"] == source) for source in sources
+    }
+    assert all(row["advantages"][0] == pytest.approx(row["reward"] - means[row["data_source"]]) for row in second)
+    assert any(means.values())
 
 
 def test_two_runs_give_the_same_rewards_advantages_and_weights(tmp_path: Path) -> None:
