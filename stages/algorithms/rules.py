@@ -24,7 +24,7 @@ class WeightRule:
             ``truncate`` has no use for.
     """
 
-    level: str = "token"
+    level: str = "sequence"
     mode: str = "truncate"
     high: float = 2.0
     low: float = 0.0
