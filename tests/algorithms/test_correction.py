@@ -93,6 +93,14 @@ def test_figures_of_the_weights_by_hand() -> None:
     )
 
 
+def test_log_ratios_of_tokens_and_of_sequences_are_cut_to_20() -> None:
+    inputs = log_probs_of([[-15.0, -15.0], [-50.0, 4.0]], [[1, 1], [1, 1]])
+    of_sequences = importance_weights(WeightRule("sequence"), **inputs).weights
+    torch.testing.assert_close(of_sequences[:, 0].log(), torch.tensor([-20.0, -16.0], dtype=torch.float64))
+    of_tokens = importance_weights(WeightRule("token", high=1e9), **inputs).weights
+    torch.testing.assert_close(of_tokens.log(), torch.tensor([[-15.0, -15], [-20, 4]], dtype=torch.float64))
+
+
 def test_the_turns_of_a_session_have_one_weight() -> None:
     # x = 0.3 in row 0 and -0.1 in row 2: e^0.2. Row 1 is another session: e^0.5.
     inputs = log_probs_of([[0.3], [0.5], [-0.1]], [[1], [1], [1]])
@@ -216,6 +224,7 @@ def test_the_effective_sample_size_is_a_share_and_has_no_unit(weights: list[floa
         ("k2", "token", 0.1, None, [[1, 1, 0], [1, 0, 0]]),
         ("k2", "seq_sum", 0.27, None, [[0, 0, 0], [1, 0, 0]]),  # 0.28
         ("k2", "seq_mean", 0.1, None, [[1, 1, 1], [1, 0, 0]]),  # 0.0933
+        ("k2", "seq_mean", 0.004, None, [[0, 0, 0], [0, 0, 0]]),
         ("k2", "seq_max", 0.17, None, [[0, 0, 0], [1, 0, 0]]),
         ("k3", "token", 0.1, None, [[1, 1, 0], [1, 0, 0]]),
         ("k3", "seq_sum", 0.26, None, [[1, 1, 1], [1, 0, 0]]),  # 0.259368
@@ -243,6 +252,9 @@ def test_all_rules_have_to_be_met_and_each_sees_the_whole_mask() -> None:
     for rules in ([token, sequence], [sequence, token]):
         assert rejection_mask(rules, **inputs).tolist() == [[False, False], [True, True]]
     assert rejection_mask([token], **inputs).tolist() == [[False, True], [True, True]]
+    # The mean of row 0 is 0.0925 over its two tokens, whichever the token rule rejects.
+    both = rejection_mask([token, Rejection("k2", "seq_mean", 0.1)], **inputs)
+    assert both.tolist() == [[False, True], [True, True]]
     assert rejection_mask([], **inputs).all()
 
 

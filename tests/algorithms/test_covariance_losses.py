@@ -34,15 +34,15 @@ def drawn(batch: dict[str, Any], row_ids: Tensor, share: float = 0.3, seed: int 
 
 
 def test_the_highest_covariances_by_hand() -> None:
-    # Means over the five policy tokens: A 0, log pi -2. cov = A (log pi + 2) = [2, 0, 1, -2, 0] and, masked, 400.
+    # Means over the five policy tokens: A 3, log pi -2. cov = (A - 3) (log pi + 2) = [2, 0, 1, -2, -4].
     chosen = select_kl_cov(
         log_probs=torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 98.0]]),
-        advantages=torch.tensor([[2.0, 0.0, -1.0], [1.0, -2.0, 4.0]]),
+        advantages=torch.tensor([[5.0, 3.0, 2.0], [4.0, 1.0, 7.0]]),
         mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
         row_ids=torch.arange(2),
         share=0.5,
     )
-    # cov of the last policy token is -2 (0 + 2) = -4; of 5 tokens the highest int(2.5) = 2 are chosen.
+    # Of 5 tokens the highest int(2.5) = 2 are chosen; the masked one's would be 400.
     assert chosen.tolist() == [[True, False, True], [False, False, False]]
 
 

@@ -200,6 +200,14 @@ def test_gspo_counts_the_tokens_of_clipped_sequences() -> None:
     assert float(token_loss.metrics["clipped"]) == 3
 
 
+def test_gspo_gives_up_on_a_sequence_that_has_run_away() -> None:
+    log_probs = torch.tensor([[-1.0, -1.0]], requires_grad=True)  # mean d = 15; the ratio counts as e^10
+    ones = torch.ones(1, 2)
+    loss = gspo(log_probs=log_probs, old_log_probs=-16 * ones, advantages=-ones, mask=ones).loss
+    assert loss.tolist()[0] == pytest.approx([math.exp(10)] * 2)
+    assert torch.autograd.grad(loss.sum(), log_probs)[0].tolist() == [[0, 0]]
+
+
 def test_geo_mean_by_hand() -> None:
     # A > 0: d = 0.1, -0.2, min(0.4, 0.3), mean 0.066667, e^ = 1.068939; the clipped token has no gradient.
     clip = {"clip_low": 0.15, "clip_high": 0.3}
@@ -210,6 +218,17 @@ def test_geo_mean_by_hand() -> None:
     losses, gradient = of_sequence(geo_mean, -1.0, **clip)
     assert losses == pytest.approx([1.123745] * 3, abs=1e-6)
     assert gradient == pytest.approx([1.123745 / 3, 0, 1.123745 / 3], abs=1e-6)
+
+
+def test_geo_mean_counts_the_tokens_that_its_clip_changed() -> None:
+    # Beyond the bound along A, beyond it against A, inside, without an advantage, masked.
+    token_loss = geo_mean(
+        log_probs=torch.tensor([[0.5, -0.5, 0.1, 0.5, 0.5]]),
+        old_log_probs=torch.zeros(1, 5),
+        advantages=torch.tensor([[1.0, 1, 1, 0, 1]]),
+        mask=torch.tensor([[1, 1, 1, 1, 0]]),
+    )
+    assert float(token_loss.metrics["clipped"]) == 1
 
 
 def test_geo_mean_takes_the_geometric_mean_of_the_weights() -> None:
@@ -259,18 +278,18 @@ def test_clip_cov_leaves_out_what_is_selected() -> None:
 
 def test_kl_cov_holds_back_what_is_selected() -> None:
     # -A r + 0.5 |d| with d = 0.405465 and -0.693147; the gradients are -A r + 0.5 sign(d).
-    ratios = torch.tensor([[1.5, 0.5, 0.5]])
+    ratios = torch.tensor([[1.5, 0.5, 0.5, 9.0]])
     log_probs = ratios.log().requires_grad_()
     token_loss = kl_cov(
         log_probs=log_probs,
-        old_log_probs=torch.zeros(1, 3),
-        advantages=torch.ones(1, 3),
-        mask=torch.ones(1, 3),
-        selected=torch.tensor([[True, True, False]]),
+        old_log_probs=torch.zeros(1, 4),
+        advantages=torch.ones(1, 4),
+        mask=torch.tensor([[1, 1, 1, 0]]),
+        selected=torch.tensor([[True, True, False, True]]),
         coef=0.5,
     )
-    assert token_loss.loss.tolist()[0] == pytest.approx([-1.297267, -0.153426, -0.5], abs=1e-6)
-    assert torch.autograd.grad(token_loss.loss.sum(), log_probs)[0].tolist()[0] == pytest.approx([-1.0, -1.0, -0.5])
+    assert token_loss.loss.tolist()[0] == pytest.approx([-1.297267, -0.153426, -0.5, 0], abs=1e-6)
+    assert torch.autograd.grad(token_loss.loss.sum(), log_probs)[0].tolist()[0] == pytest.approx([-1.0, -1.0, -0.5, 0])
     assert int(token_loss.metrics["selected"]) == 2
 
 

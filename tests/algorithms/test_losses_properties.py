@@ -82,6 +82,7 @@ def test_neither_padding_nor_what_masked_tokens_hold_reaches_value_gradient_or_m
     torch.testing.assert_close(got_value, value, atol=1e-14, rtol=1e-14)
     torch.testing.assert_close(got_gradient[:, :HORIZON], gradient, atol=1e-14, rtol=1e-14)
     assert not got_gradient[spoiled["mask"] == 0].any()
+    assert not call(name, spoiled)[spoiled["mask"] == 0].any()
     assert got_metrics == pytest.approx(metrics, abs=1e-12)
 
 
@@ -125,6 +126,14 @@ def test_at_the_old_policy_every_gradient_is_that_of_the_score_function(name: st
     _, expected, _ = evaluate("policy_gradient", mode, batch)
     selected = select(name, batch) if name == "clip_cov" else torch.zeros_like(batch["mask"], dtype=torch.bool)
     torch.testing.assert_close(gradient, expected.masked_fill(selected, 0.0))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_the_trained_policy_has_a_gradient(name: str) -> None:
+    batch = random_batch(0)
+    inputs = {key: tensor.requires_grad_() for key, tensor in batch.items() if key != "mask"}
+    call(name, batch).sum().backward()  # type: ignore[no-untyped-call]
+    assert [key for key, tensor in inputs.items() if tensor.grad is not None] == ["log_probs"]
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "policy_gradient", "sapo", "geo_mean", "dro", "clip_cov", "kl_cov"])
