@@ -18,8 +18,9 @@ from torch import Tensor
 
 from dataflow.stage import import_object
 from dataflow.weights import WeightsDirectory, WeightsRef
+from stages.algorithms.aggregation import aggregate
 from stages.algorithms.catalog import LOSSES
-from stages.algorithms.losses import aggregate, mismatch
+from stages.algorithms.kl import mismatch
 from stages.engines.fingerprint import fingerprint
 from stages.training import LearnerConfig
 
@@ -196,8 +197,8 @@ class Learner:
                 token_loss,
                 micro.mask,
                 cfg.aggregation,
-                tokens=tokens,
-                sequences=len(rows),
+                token_count=tokens,
+                sequence_count=len(rows),
                 horizon=cfg.horizon,
             )
             loss.backward()  # type: ignore[no-untyped-call]

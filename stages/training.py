@@ -2,27 +2,114 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from dataflow.stage import StageConfig
-from stages.algorithms.catalog import AGGREGATIONS, LOSSES
+from stages.algorithms.catalog import AGGREGATIONS, KL_KINDS, LOSSES
+from stages.algorithms.rules import Rejection, WeightRule
 from stages.names import known
 
 # What engine and learner call the device that they take turns on.
 ENGINE_AND_LEARNER = "engine and learner"
 
 
+class KlLossConfig(StageConfig):
+    """A penalty on the distance to the reference policy, as a term of the loss."""
+
+    coef: float = Field(0.001, gt=0)
+    """Coefficient of the penalty."""
+    kind: str = "k3"
+    """Estimate of the KL: k1, abs, k2, k3; k1+, abs+, k3+ with the gradient of k2."""
+
+    @model_validator(mode="after")
+    def _known_kind(self) -> Any:
+        known(self.kind, KL_KINDS, "kinds of KL", "kind: ")
+        return self
+
+
+class WeightsConfig(StageConfig):
+    """Importance weights of tokens that another policy drew."""
+
+    level: str = WeightRule.level
+    """token: one weight for each token; sequence: one for all tokens of a session."""
+    mode: str = WeightRule.mode
+    """truncate: at most `high`; mask: 0 outside [low, high]."""
+    high: float = WeightRule.high
+    """Upper bound, at least 1."""
+    low: float = WeightRule.low
+    """Lower bound of `mask`, at most 1."""
+    normalise: bool = WeightRule.normalise
+    """Divide by the mean of the weights, over tokens or sessions."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Any:
+        self.rule()
+        return self
+
+    def rule(self) -> WeightRule:
+        """What `stages.algorithms.correction.importance_weights` takes."""
+        return WeightRule(**self.model_dump())
+
+
+class RejectionConfig(StageConfig):
+    """Tokens or whole sessions that leave the loss, because another policy drew them."""
+
+    kind: str
+    """Estimate of the distance: k1 (bounded on both sides), k2, k3."""
+    level: str
+    """token; or seq_sum, seq_mean, seq_max, by which whole sessions stay or leave."""
+    high: float
+    """k1: largest ratio of the rollout policy to the trained one; k2, k3: largest distance, nats."""
+    low: float | None = None
+    """k1: smallest ratio; default 1 / high."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Any:
+        self.rule()
+        return self
+
+    def rule(self) -> Rejection:
+        """What `stages.algorithms.correction.rejection_mask` takes."""
+        return Rejection(**self.model_dump())
+
+
+class CorrectionConfig(StageConfig):
+    """What is done about tokens that another policy than the trained one drew."""
+
+    weights: WeightsConfig | None = None
+    """Importance weights."""
+    reject: list[RejectionConfig] = []
+    """Rules that a token has to pass, all of them, to be trained on."""
+
+    @model_validator(mode="after")
+    def _does_something(self) -> Any:
+        if self.weights is None and not self.reject:
+            raise ValueError("it has neither weights nor reject, so it corrects nothing; set one, or leave it out")
+        return self
+
+
 class TrainingConfig(StageConfig):
     """What a user sets of the training."""
 
     loss: str = "ppo_clip"
-    """Policy loss: `ppo_clip` or `policy_gradient`."""
+    """Policy loss: ppo_clip, policy_gradient, gspo, sapo, cispo, geo_mean, dro, dppo_tv, dppo_kl, clip_cov, kl_cov."""
     loss_options: dict[str, float] = {}
-    """Options of the loss: clip_low, clip_high, dual_clip."""
+    """Options of the loss; what is not set has the default of docs/algorithms.md."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Coefficient of the mean entropy, which the loss rewards."""
+    kl_loss: KlLossConfig | None = None
+    """Penalty on the distance to the reference policy: {coef, kind}."""
+    old_log_probs: Literal["engine", "recomputed"] = "engine"
+    """Whose policy the ratio is to: that of the engine's tokens, or the learner's before the update, recomputed."""
+    correction: CorrectionConfig | None = None
+    """Off-policy correction: {weights: {level, mode, high, low, normalise}, reject: [{kind, level, high, low}]}."""
     aggregation: str = "token-mean"
-    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, -mean, -sum-norm."""
+    """How token losses become one number: token-mean, token-sum, seq-mean-token-sum, -mean, -sum-norm.
+
+    The default is token-mean, or the one that the loss is defined with.
+    """
     lr: float = Field(1e-6, gt=0)
     """Learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -40,12 +127,40 @@ class TrainingConfig(StageConfig):
     threads: int = Field(1, ge=1)
     """CPU threads; with one, results are the same bit for bit."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_the_loss_has_it(cls, values: Any) -> Any:
+        """Fill in the loss's options and aggregation, so that a resolved configuration shows all that applies."""
+        needs = LOSSES.get(values.get("loss", "ppo_clip")) if isinstance(values, dict) else None
+        if needs is None:
+            return values
+        options = values.get("loss_options", {})
+        if isinstance(options, dict):
+            options = {name: value for name, value in needs.all_options.items() if value is not None} | options
+        filled = {"aggregation": needs.aggregation} if needs.aggregation else {}
+        return filled | values | {"loss_options": options}
+
     @model_validator(mode="after")
-    def _known_names(self) -> Any:
+    def _consistent(self) -> Any:
         known(self.loss, LOSSES, "losses", "loss: ")
         known(self.aggregation, AGGREGATIONS, "aggregations", "aggregation: ")
+        needs = LOSSES[self.loss]
         for option in self.loss_options:
-            known(option, LOSSES[self.loss].options, f"options of {self.loss}", "loss_options: ")
+            known(option, needs.all_options, f"options of {self.loss}", "loss_options: ")
+        missing = [option for option in needs.all_options if option not in self.loss_options]
+        if missing:
+            raise ValueError(f"loss_options: {self.loss} has no default for {missing[0]!r}; set it")
+        if needs.aggregation not in ("", self.aggregation):
+            raise ValueError(
+                f"aggregation: {self.loss} is defined with {needs.aggregation!r}, got {self.aggregation!r}; set it to "
+                f"{needs.aggregation!r} or leave it out, or choose another loss"
+            )
+        weights = self.correction is not None and self.correction.weights is not None
+        if weights and needs.ratio and self.old_log_probs == "engine":
+            raise ValueError(
+                f"correction.weights: {self.loss} weighs each token by its ratio to the engine's policy already, and "
+                "weights would count that ratio twice; set old_log_probs: recomputed, or leave the weights out"
+            )
         return self
 
 

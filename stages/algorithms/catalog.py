@@ -93,20 +93,49 @@ class EstimatorNeeds:
 
 
 @dataclass(frozen=True)
+class SelectionNeeds:
+    """A choice of tokens that a loss treats apart, made over a whole mini-batch before its micro-batches.
+
+    Attributes:
+        function: ``module:name``. It returns ``[B, T] bool``, the loss's argument ``selected``.
+        inputs: Keyword arguments of the function, all required.
+        options: Its optional keyword arguments, with their defaults.
+    """
+
+    function: str
+    inputs: tuple[str, ...]
+    options: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class LossNeeds:
     """What a policy loss asks for.
 
     Attributes:
         name: What a config calls it.
-        options: Optional keyword arguments beside log_probs, old_log_probs, advantages and mask.
         function: ``module:name``. It returns `stages.algorithms.losses.TokenLoss`.
         doc: One line, formula included.
+        options: Keyword arguments beside the tensors, with their defaults; None where a value has to be given.
+        ratio: Whether it weighs each token by its ratio to the old policy. If that is the policy that drew the tokens,
+            importance weights would count the same ratio twice.
+        sequences: Whether it takes ``sequences``, which row belongs to which.
+        aggregation: The one aggregation that it is defined with; empty if any will do.
+        needs_batch: What is computed over the whole mini-batch first.
     """
 
     name: str
-    options: tuple[str, ...]
     function: str
     doc: str
+    options: Mapping[str, float | None]
+    ratio: bool = True
+    sequences: bool = False
+    aggregation: str = ""
+    needs_batch: SelectionNeeds | None = None
+
+    @property
+    def all_options(self) -> dict[str, float | None]:
+        """What a config may set, with defaults: options of the loss and of its selection."""
+        return {**self.options, **(self.needs_batch.options if self.needs_batch else {})}
 
 
 @dataclass(frozen=True)
@@ -114,13 +143,13 @@ class AggregationNeeds:
     """How token losses become one number.
 
     Attributes:
-        name: The `mode` of `stages.algorithms.losses.aggregate`.
+        name: The `mode` of `stages.algorithms.aggregation.aggregate`.
         divisors: Which of its keyword arguments the mode divides by.
         doc: One line, formula included.
     """
 
     name: str
-    divisors: tuple[Literal["tokens", "sequences", "horizon"], ...]
+    divisors: tuple[Literal["token_count", "sequence_count", "horizon"], ...]
     doc: str
 
 
@@ -128,6 +157,9 @@ _ADVANTAGES = "stages.algorithms.advantages"
 _TOKEN_ADVANTAGES = "stages.algorithms.token_advantages"
 _LOSSES = "stages.algorithms.losses"
 _ALONE = ("token_rewards", "mask", "valid")
+_OF_SEQUENCES = "stages.algorithms.sequence_losses"
+_OF_COVARIANCE = "stages.algorithms.covariance_losses"
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _GROUPED = ("token_rewards", "mask", "groups", "valid")
 _SHARE = (0.0, 1.0)
 _NOT_NEGATIVE = (0.0, math.inf)
@@ -282,15 +314,86 @@ LOSSES: dict[str, LossNeeds] = {
     for needs in (
         LossNeeds(
             name="ppo_clip",
-            options=("clip_low", "clip_high", "dual_clip"),
             function=f"{_LOSSES}:ppo_clip",
             doc="PPO's clipped ratio with the dual clip: max(-A r, -A clip(r)), at most -A c where A < 0.",
+            options={**_CLIP, "dual_clip": 3.0},
         ),
         LossNeeds(
             name="policy_gradient",
-            options=(),
             function=f"{_LOSSES}:policy_gradient",
             doc="-A log pi; no ratio and no clip, so exact for rows of the current policy only.",
+            options={},
+            ratio=False,
+        ),
+        LossNeeds(
+            name="gspo",
+            function=f"{_OF_SEQUENCES}:gspo",
+            doc="PPO's clip on one ratio per sequence, the geometric mean of its tokens' ratios.",
+            options={"clip_low": 3e-4, "clip_high": 4e-4},
+            sequences=True,
+            aggregation="seq-mean-token-mean",
+        ),
+        LossNeeds(
+            name="sapo",
+            function=f"{_LOSSES}:sapo",
+            doc="A soft gate in place of the clip: -A sigmoid(tau (r - 1)) 4 / tau.",
+            options={"tau_positive": 1.0, "tau_negative": 1.05},
+            aggregation="seq-mean-token-mean",
+        ),
+        LossNeeds(
+            name="cispo",
+            function=f"{_LOSSES}:cispo",
+            doc="The clipped ratio as a weight without gradient: -A sg(clip(r)) log pi.",
+            options=_CLIP,
+        ),
+        LossNeeds(
+            name="geo_mean",
+            function=f"{_OF_SEQUENCES}:geo_mean",
+            doc="GMPO: -mean(A) times the geometric mean of a sequence's clipped ratios.",
+            options={"clip_low": 0.4, "clip_high": 0.4},
+            sequences=True,
+            aggregation="seq-mean-token-mean",
+        ),
+        LossNeeds(
+            name="dro",
+            function=f"{_LOSSES}:dro",
+            doc="-A log pi + beta / 2 (log pi - log pi_old)^2.",
+            options={"beta": None},
+            ratio=False,
+        ),
+        LossNeeds(
+            name="dppo_tv",
+            function=f"{_LOSSES}:dppo_tv",
+            doc="-A sg(min(r, max_ratio)) log pi, without tokens whose probability moved too far along A.",
+            options={**_CLIP, "max_ratio": 20.0},
+        ),
+        LossNeeds(
+            name="dppo_kl",
+            function=f"{_LOSSES}:dppo_kl",
+            doc="As dppo_tv, with the KL of 'this token or another' in place of the difference.",
+            options={**_CLIP, "max_ratio": 20.0},
+        ),
+        LossNeeds(
+            name="clip_cov",
+            function=f"{_OF_COVARIANCE}:clip_cov",
+            doc="PPO's clipped ratio without a few random tokens of high covariance between A and log pi.",
+            options=_CLIP,
+            needs_batch=SelectionNeeds(
+                function=f"{_OF_COVARIANCE}:select_clip_cov",
+                inputs=("log_probs", "old_log_probs", "advantages", "mask", "row_ids", "seed"),
+                options={**_CLIP, "share": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
+            ),
+        ),
+        LossNeeds(
+            name="kl_cov",
+            function=f"{_OF_COVARIANCE}:kl_cov",
+            doc="-A r, plus coef |log pi - log pi_old| on the tokens of highest covariance between A and log pi.",
+            options={"coef": 0.1},
+            needs_batch=SelectionNeeds(
+                function=f"{_OF_COVARIANCE}:select_kl_cov",
+                inputs=("log_probs", "advantages", "mask", "row_ids"),
+                options={"share": 2e-4},
+            ),
         ),
     )
 }
@@ -298,14 +401,45 @@ LOSSES: dict[str, LossNeeds] = {
 AGGREGATIONS: dict[str, AggregationNeeds] = {
     needs.name: needs
     for needs in (
-        AggregationNeeds("token-mean", ("tokens",), "Mean over policy tokens; long sessions weigh more."),
+        AggregationNeeds("token-mean", ("token_count",), "Mean over policy tokens; long sessions weigh more."),
         AggregationNeeds("token-sum", (), "Sum over policy tokens."),
-        AggregationNeeds("seq-mean-token-sum", ("sequences",), "Mean over sessions of the token sum."),
-        AggregationNeeds("seq-mean-token-mean", ("sequences",), "Mean over sessions of the token mean."),
+        AggregationNeeds("seq-mean-token-sum", ("sequence_count",), "Mean over sessions of the token sum."),
+        AggregationNeeds("seq-mean-token-mean", ("sequence_count",), "Mean over sessions of the token mean."),
         AggregationNeeds(
             "seq-mean-token-sum-norm",
-            ("sequences", "horizon"),
+            ("sequence_count", "horizon"),
             "Mean over sessions of the token sum, divided by a constant horizon (Dr. GRPO).",
         ),
     )
+}
+
+KL_KINDS: dict[str, str] = {
+    "k1": "d = log pi - log pi_ref: unbiased, may be negative; its gradient has mean 0.",
+    "abs": "|d|.",
+    "k2": "d^2 / 2: biased; its gradient is that of the KL.",
+    "k3": "exp(-d) + d - 1: unbiased, never negative; its gradient is that of the reverse KL.",
+    "k1+": "Value of k1, gradient of k2.",
+    "abs+": "Value of abs, gradient of k2.",
+    "k3+": "Value of k3, gradient of k2.",
+}
+"""Estimates of KL(pi || pi_ref) per token; see `stages.algorithms.kl.kl_penalty`."""
+
+CORRECTION_LEVELS: dict[str, str] = {
+    "token": "A weight for each token.",
+    "sequence": "One weight for all tokens of a sequence, the product of theirs.",
+}
+CORRECTION_MODES: dict[str, str] = {
+    "truncate": "Weights above the upper bound become the bound.",
+    "mask": "Weights outside the bounds become 0.",
+}
+REJECTION_KINDS: dict[str, str] = {
+    "k1": "log(pi_rollout / pi), bounded on both sides.",
+    "k2": "Half the square of k1, bounded above.",
+    "k3": "pi / pi_rollout - 1 - log(pi / pi_rollout), bounded above.",
+}
+REJECTION_LEVELS: dict[str, str] = {
+    "token": "Each token by itself.",
+    "seq_sum": "A whole sequence, by the sum over its tokens.",
+    "seq_mean": "A whole sequence, by the mean over its tokens.",
+    "seq_max": "A whole sequence, by its largest token.",
 }

@@ -6,13 +6,15 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 
+from stages.algorithms.aggregation import aggregate
 from stages.algorithms.catalog import AGGREGATIONS, ESTIMATORS, INPUTS, LOSSES, EstimatorNeeds
-from stages.algorithms.losses import TokenLoss, aggregate
+from stages.algorithms.losses import TokenLoss
 from stages.algorithms.sessions import Advantages
 
 BATCH = {"log_probs", "old_log_probs", "advantages", "mask"}
@@ -23,7 +25,7 @@ def load(path: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
-@pytest.mark.parametrize("module", ["catalog", "join", "returns"])
+@pytest.mark.parametrize("module", ["catalog", "join", "returns", "rules"])
 def test_what_a_check_and_a_join_import_does_not_import_torch(module: str) -> None:
     code = f"import sys, stages.algorithms.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
@@ -139,16 +141,58 @@ def test_a_declaration_that_contradicts_itself_is_refused(change: dict[str, Any]
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_takes_the_batch_and_its_options_and_gives_a_token_loss(name: str) -> None:
-    function = load(LOSSES[name].function)
+    needs = LOSSES[name]
+    function = load(needs.function)
     assert callable(function)
-    assert set(inspect.signature(function).parameters) == BATCH | set(LOSSES[name].options)
-    assert isinstance(function(**{column: torch.zeros(1, 2) for column in BATCH}), TokenLoss)
+    parameters = inspect.signature(function).parameters
+    asked = ({"sequences"} if needs.sequences else set()) | ({"selected"} if needs.needs_batch else set())
+    assert set(parameters) == BATCH | {"weights"} | asked | set(needs.options)
+    assert defaults(function, needs.options) == needs.options
+    tensors = {column: torch.zeros(1, 2) for column in BATCH | asked - {"sequences"}}
+    required = {option: 1.0 for option, default in needs.options.items() if default is None}
+    assert isinstance(function(**tensors, **required), TokenLoss)
+
+
+@pytest.mark.parametrize("name", [name for name, needs in LOSSES.items() if needs.needs_batch])
+def test_a_selection_takes_its_inputs_and_options_and_gives_a_mask(name: str) -> None:
+    needs = LOSSES[name].needs_batch
+    assert needs is not None
+    function = load(needs.function)
+    assert callable(function)
+    assert list(inspect.signature(function).parameters) == [*needs.inputs, *needs.options]
+    assert defaults(function, needs.options) == needs.options
+    columns = {**{column: torch.zeros(1, 2) for column in BATCH}, "row_ids": torch.tensor([0]), "seed": 0}
+    selected = function(**{column: columns[column] for column in needs.inputs})
+    assert (selected.shape, selected.dtype) == ((1, 2), torch.bool)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_option_of_a_loss_and_of_its_selection_has_one_default(name: str) -> None:
+    needs = LOSSES[name]
+    both = dict(needs.needs_batch.options) if needs.needs_batch else {}
+    assert all(both.get(option, default) == default for option, default in needs.options.items())
+    assert needs.all_options == {**needs.options, **both}
+
+
+def test_what_each_loss_needs() -> None:
+    assert {name for name, needs in LOSSES.items() if not needs.ratio} == {"policy_gradient", "dro"}
+    assert {name for name, needs in LOSSES.items() if needs.sequences} == {"gspo", "geo_mean"}
+    assert {name for name, needs in LOSSES.items() if needs.needs_batch} == {"clip_cov", "kl_cov"}
+    assert {name: needs.aggregation for name, needs in LOSSES.items() if needs.aggregation} == dict.fromkeys(
+        ("gspo", "sapo", "geo_mean"), "seq-mean-token-mean"
+    )
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
 def test_an_aggregation_divides_by_what_it_declares(name: str) -> None:
-    ones = {"tokens": 1, "sequences": 1, "horizon": 1}
+    ones: dict[str, Any] = {"token_count": 1, "sequence_count": 1, "horizon": 1}
     base = aggregate(torch.tensor([[3.0]]), torch.ones(1, 1), name, **ones)
-    for divisor in ("tokens", "sequences", "horizon"):
+    for divisor in ("token_count", "sequence_count", "horizon"):
         got = aggregate(torch.tensor([[3.0]]), torch.ones(1, 1), name, **ones | {divisor: 2})
         assert float(got) == float(base) / (2 if divisor in AGGREGATIONS[name].divisors else 1)
+
+
+def defaults(function: Callable[..., object], options: Iterable[str]) -> dict[str, float | None]:
+    """What the signature says; None where there is no default."""
+    parameters = inspect.signature(function).parameters
+    return {name: None if (value := parameters[name].default) is inspect.Parameter.empty else value for name in options}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from stages.algorithms.advantages import remax
-from stages.algorithms.losses import aggregate, policy_gradient
+from stages.algorithms.aggregation import aggregate
+from stages.algorithms.losses import policy_gradient
 from stages.algorithms.returns import place_rewards, session_return
 
 TOKENS = 3
@@ -74,7 +75,9 @@ def gradients(logits: Tensor, outcomes: Sequence[Outcome], baseline: float) -> t
         token_loss = policy_gradient(
             log_probs=log_probs, old_log_probs=log_probs.detach(), advantages=advantages, mask=mask
         )
-        loss = aggregate(token_loss.loss, mask, "seq-mean-token-sum", tokens=len(tokens), sequences=1, horizon=2)
+        loss = aggregate(
+            token_loss.loss, mask, "seq-mean-token-sum", token_count=len(tokens), sequence_count=1, horizon=2
+        )
         (gradient,) = torch.autograd.grad(-loss, weights)
         probabilities.append(log_probs.detach().sum().exp())
         rows.append(gradient.flatten())

@@ -13,7 +13,16 @@ from dataflow.run import _default_config
 from dataflow.testing import run_stage
 from schemas.catalog import CATALOG, catalog_markdown
 from stages.advantage import Advantage, AdvantageConfig
-from stages.algorithms.catalog import ESTIMATORS
+from stages.algorithms.catalog import (
+    AGGREGATIONS,
+    CORRECTION_LEVELS,
+    CORRECTION_MODES,
+    ESTIMATORS,
+    KL_KINDS,
+    LOSSES,
+    REJECTION_KINDS,
+    REJECTION_LEVELS,
+)
 from stages.recipes import RLConfig, rl
 from tests.run.conftest import COUNT_STAGE
 
@@ -86,6 +95,35 @@ def test_the_page_of_columns_is_fresh() -> None:
     assert (ROOT / "docs" / "columns.md").read_text(encoding="utf-8") == catalog_markdown()
 
 
+def test_the_correction_of_the_page_of_algorithms_is_accepted(tmp_path: Path) -> None:
+    (settings,) = blocks("docs/algorithms.md", "yaml")
+    path = tmp_path / "correction.yaml"
+    path.write_text(settings, encoding="utf-8")
+    config, _ = load_config(path, [], path)
+    assert isinstance(config, RLConfig)
+    assert config.update.correction is not None
+    assert len(config.update.correction.reject) == 2
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_page_of_algorithms_has_every_loss_with_its_defaults(name: str) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    row = re.findall(rf"^\| `{name}` \| .*\|$", page, re.MULTILINE)[0]
+    options = row.rsplit("|", 2)[1]
+    shown = [
+        f"`{option}`" + ("" if value is None else f" {value:g}") for option, value in LOSSES[name].all_options.items()
+    ]
+    assert re.findall(r"`\w+`(?: [\d.e-]+)?", options) == shown
+
+
+@pytest.mark.parametrize(
+    "names", [AGGREGATIONS, KL_KINDS, CORRECTION_LEVELS, CORRECTION_MODES, REJECTION_KINDS, REJECTION_LEVELS]
+)
+def test_the_page_of_algorithms_has_every_name(names: dict[str, object]) -> None:
+    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert [name for name in names if f"`{name}`" not in page and f": {name}`" not in page] == []
+
+
 def test_every_column_says_what_it_is_and_who_writes_it() -> None:
     assert all(column.doc and column.producer for column in CATALOG)
     assert len({column.name for column in CATALOG}) == len(CATALOG)
@@ -145,6 +183,10 @@ OTHER_VALUES = {
     "baseline.ema_decay": "0.5",
     "update.loss": "policy_gradient",
     "update.loss_options": "{clip_low: 0.1}",
+    "update.entropy_coef": "0.01",
+    "update.kl_loss": "{coef: 0.01, kind: k3+}",
+    "update.old_log_probs": "recomputed",
+    "update.correction": "{reject: [{kind: k3, level: seq_mean, high: 0.1}]}",
     "update.aggregation": "token-sum",
     "update.lr": "0.5",
     "update.betas": "[0.5, 0.5]",
