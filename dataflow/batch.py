@@ -106,7 +106,7 @@ class Batch:
             greedy unit failed has none. None for other stages.
         tombstones: For `group`, `join` and `window` stages, the units of the claimed groups that are gone.
         weights: The newest published policy version; None before the first publication.
-        oldest_loaded: Oldest policy version that an engine still holds; files before it can go.
+        oldest_loaded: Oldest policy version that a stage which loads weights still holds; files before it can go.
         metrics: Name -> (weighted sum, weight) of what the stage reports; see `report`.
         published: What the stage published; see `publish`.
         warnings: Subject -> what a person should read; see `warn`.

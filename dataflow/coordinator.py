@@ -730,7 +730,7 @@ class Coordinator:
     def _claim(self, lease: Lease, plan: StagePlan) -> Claim:
         cells = sorted(lease.cells, key=lambda cell: cell.unit.identity.order if cell.unit else ())
         window = cells[0].window
-        loaded = [w.loaded_version for w in self._workers.values() if self.plans[w.stage].expands]
+        loaded = [w.loaded_version for w in self._workers.values() if self.plans[w.stage].loads_weights]
         groups = list({id(cell.unit.group): cell.unit.group for cell in cells if cell.unit}.values())
         baselines: tuple[ClaimedUnit, ...] = ()
         tombstones: tuple[Tombstone, ...] = ()

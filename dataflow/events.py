@@ -246,7 +246,7 @@ class Claim:
         delivery: For the source, which delivery this is.
         deadline_s: Seconds until the work is cancelled.
         weights: Newest published version.
-        oldest_loaded: Oldest version that an engine holds.
+        oldest_loaded: Oldest version that a stage which loads weights holds.
         suspend: Not work, but a call to free the device for another stage.
     """
 

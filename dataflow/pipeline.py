@@ -34,6 +34,7 @@ class StagePlan:
         min_group: Fewest surviving units of a group that may be used.
         one_owner: Never delivered twice.
         device: Stages of equal device take turns.
+        loads_weights: See `Stage`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StagePlan:
     min_group: int = 1
     one_owner: bool = False
     device: str | None = None
+    loads_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Pipeline:
             scope = KINDS
             for producer in depends:
                 scope &= kinds[producer]
-            if stage.granularity in (*JOINS, *WHOLE_GROUPS, "window"):
+            if stage.granularity in (*JOINS, *WHOLE_GROUPS, "window") or not stage.baselines:
                 # A greedy session is there to be compared with: it is no member of a group, and never trained on.
                 scope &= {"sampled"}
             kinds[name] = scope
@@ -197,6 +199,7 @@ class Pipeline:
                 stage.min_group,
                 stage.one_owner,
                 stage.device,
+                stage.loads_weights,
             )
         return plans
 

@@ -79,8 +79,11 @@ class Stage:
         num_gpus: GPUs each worker needs.
         device: Stages of equal device take turns: none works while another holds a claim, and `suspend` is called on
             the one that worked before another one works. None: a device of its own.
+        baselines: Whether a row stage takes greedy sessions too; whole groups and windows never have them.
+        loads_weights: Whether each copy holds published weights, and keeps `loaded_version` up to date: the files of a
+            version stay until all have a later one.
         one_owner: No second delivery: if the worker dies or fails, the run stops (update).
-        loaded_version: Policy version that this copy holds now; a stage with an engine keeps it up to date.
+        loaded_version: Policy version that this copy holds now.
         environment: Variables that the process needs before Python starts.
 
     The module of a stage imports heavy packages (torch, vllm) inside `setup` and `process`, never at its top:
@@ -102,6 +105,8 @@ class Stage:
     placement: str | None = "light"
     num_gpus: float = 0
     device: str | None = None
+    baselines: bool = True
+    loads_weights: bool = False
     one_owner: bool = False
     loaded_version: int = 0
     environment: Mapping[str, str] = {}

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -26,6 +27,7 @@ class WeightsRef:
         probe_step: Largest absolute change of a probe log-probability since the previous version. A
             step below the verification bound cannot be told by the probe; then fingerprints decide.
         fingerprints: Parameter name -> sum (float64) of a fixed sample of its elements.
+        others: Name -> file of what else belongs to the version, such as the weights of a critic.
     """
 
     version: int
@@ -34,6 +36,7 @@ class WeightsRef:
     probe_log_probs: tuple[float, ...] = ()
     probe_step: float = 0.0
     fingerprints: tuple[tuple[str, float], ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 class WeightsDirectory:
@@ -48,23 +51,26 @@ class WeightsDirectory:
         """Make the directory if it is not there."""
         self.path.mkdir(mode=0o700, exist_ok=True)
 
-    def file(self, version: int) -> Path:
-        """Path of one version's file, whether it exists or not."""
-        return self.path / f"{version:06d}.safetensors"
+    def file(self, version: int, name: str = "policy") -> Path:
+        """Path of one of a version's files, whether it exists or not."""
+        return self.path / f"{version:06d}-{name}.safetensors"
 
-    def commit(self, temporary: Path, version: int) -> Path:
-        """Rename a fully written file into its place and return the place."""
+    def write(self, write: Callable[[Path], object], version: int, name: str = "policy") -> Path:
+        """Have a file written under another name, rename it into its place, and return the place."""
+        temporary = self.path / f".{version:06d}-{name}.tmp"
+        write(temporary)
         temporary.chmod(0o600)
-        return temporary.rename(self.file(version))
+        return temporary.rename(self.file(version, name))
 
     def discard_before(self, version: int) -> list[int]:
-        """Unlink every version older than `version`; returns the versions unlinked."""
-        gone = []
-        for path in sorted(self.path.glob("*.safetensors")):
-            if path.stem.isdigit() and int(path.stem) < version:
+        """Unlink the files of every version older than `version`; returns the versions unlinked."""
+        gone = set()
+        for path in self.path.glob("*.safetensors"):
+            number = path.stem.partition("-")[0]
+            if number.isdigit() and int(number) < version:
                 path.unlink(missing_ok=True)
-                gone.append(int(path.stem))
-        return gone
+                gone.add(int(number))
+        return sorted(gone)
 
     def remove(self) -> None:
         """Remove the directory and all it holds."""

@@ -7,7 +7,8 @@ learner has to offer too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +16,34 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dataflow.stage import import_object
 from dataflow.weights import WeightsDirectory, WeightsRef
 from stages.algorithms.aggregation import aggregate
-from stages.algorithms.catalog import LOSSES
-from stages.algorithms.kl import mismatch
+from stages.algorithms.catalog import LOSSES, SelectionNeeds
+from stages.algorithms.correction import importance_weights, rejection_mask
+from stages.algorithms.kl import entropy, kl_penalty, mismatch
 from stages.engines.fingerprint import fingerprint
-from stages.training import LearnerConfig
+from stages.optimisation import Optimised
+from stages.scoring import (
+    MicroBatch,
+    TokenRow,
+    chosen_log_probs,
+    count_sequences,
+    count_tokens,
+    micro_batches,
+    number_sequences,
+    precision,
+    response_logits,
+    unpad,
+)
+from stages.training import CorrectionConfig, LearnerConfig
 
 PROBE_TOKENS = 24
 METRIC_NAMES = ("mean_abs", "max_abs", "k3")
-
-
-@dataclass(frozen=True)
-class TrainRow:
-    """One trajectory row.
-
-    Attributes:
-        group: What a mini-batch must not split (the uid).
-        prompt_ids: ``[P] int``.
-        response_ids: ``[T] int``.
-        mask: ``[T]``, 1 = policy token.
-        rollout_log_probs: ``[T] float32``, nats, at the sampling temperature.
-        advantages: ``[T] float32``.
-        current: Whether the tokens were drawn by the weights that the learner holds now.
-    """
-
-    group: str
-    prompt_ids: NDArray[Any]
-    response_ids: NDArray[Any]
-    mask: NDArray[Any]
-    rollout_log_probs: NDArray[Any]
-    advantages: NDArray[Any]
-    current: bool
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """Padded rows, ``[B, P+T]`` on the left side and ``[B, T]`` on the right."""
-
-    rows: Sequence[TrainRow]
-    input_ids: Tensor
-    attention: Tensor
-    targets: Tensor
-    place: Tensor
-    mask: Tensor
-    rollout_log_probs: Tensor
-    advantages: Tensor
+Measured = list[tuple[dict[str, float], int]]
+"""Figures of micro-batches, each with its number of tokens."""
 
 
 class Learner:
@@ -77,52 +58,68 @@ class Learner:
         self.config = config
         self.version = 0
         self.model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-        self.model = self.model.to(config.device).eval()
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+        if config.lora is not None:
+            from stages.lora import add_adapter
+
+            self.model = add_adapter(self.model, config.lora)
+        self._trained = Optimised(
+            self.model,
+            "policy",
+            config.device,
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            grad_clip=config.grad_clip,
         )
-        self._loss: Callable[..., Any] = import_object(LOSSES[config.loss].function, "update.loss")
+        self._needs = LOSSES[config.loss]
+        self._loss: Callable[..., Any] = import_object(self._needs.function, "update.loss")
         self._weights = weights
         vocabulary = int(self.model.config.vocab_size)
         self._probe = tuple(int(i) for i in np.random.default_rng(0).integers(0, vocabulary, PROBE_TOKENS))
         self._probe_log_probs = self._score_probe()
 
-    def update(self, rows: Sequence[TrainRow]) -> dict[str, float]:
+    def update(self, rows: Sequence[TokenRow]) -> dict[str, float]:
         """Train on rows and advance the version by one.
 
         Rows with no policy token change nothing. With no policy token at all there is no optimiser step and the
         weights stay as they are, bit for bit.
 
         Args:
-            rows: In canonical order.
+            rows: In canonical order, with the values `advantages`, `rollout_log_probs`, and `ref_log_probs` if there is
+                a KL loss and no adapter.
 
         Returns:
             Metrics: loss, gradient norm, log-probability mismatch, clipping; means over policy tokens.
         """
         cfg = self.config
         rows = [row for row in rows if np.any(row.mask)]
-        metrics: dict[str, float] = {"update/optimizer_steps": 0.0, "update/tokens": float(_tokens(rows))}
+        metrics: dict[str, float] = {"update/optimizer_steps": 0.0, "update/tokens": float(count_tokens(rows))}
         if rows:
-            before = None if cfg.epochs * cfg.mini_batches == 1 else self._compare(rows)
+            before: dict[str, float] = {}
+            if cfg.looks_first:
+                rows, before = self._look(rows)
             steps = [
-                (self._step(batch, compare=before is None), _tokens(batch))
+                (done, count_tokens(batch))
                 for _ in range(cfg.epochs)
                 for batch in self._mini_batches(rows)
+                if (done := self._step(batch, compare=not cfg.looks_first))
             ]
             metrics["update/optimizer_steps"] = float(len(steps))
-            metrics |= _merged(steps) | (before or {})
+            metrics |= _merged(steps) | before
         self.version += 1
         return metrics
 
-    def publish(self) -> WeightsRef:
-        """Write the current version to its file and return its reference, probe included."""
+    def publish(self, others: Mapping[str, Callable[[Path], object]] | None = None) -> WeightsRef:
+        """Write the current version to its file and return its reference, probe included.
+
+        Args:
+            others: Name -> what writes a further file of the version.
+        """
         from safetensors.torch import save_file
 
         previous, self._probe_log_probs = self._probe_log_probs, self._score_probe()
         tensors = self._state_dict()
-        temporary = self._weights.path / f".{self.version:06d}.tmp"
-        save_file(tensors, temporary)
-        path = self._weights.commit(temporary, self.version)
+        path = self._weights.write(lambda place: save_file(tensors, place), self.version)
         step = max(abs(new - old) for new, old in zip(self._probe_log_probs, previous, strict=True))
         return WeightsRef(
             self.version,
@@ -131,44 +128,42 @@ class Learner:
             tuple(self._probe_log_probs),
             step,
             tuple((name, fingerprint(tensor)) for name, tensor in tensors.items()),
+            {name: str(self._weights.write(write, self.version, name)) for name, write in (others or {}).items()},
         )
 
-    def offload(self) -> None:
-        """Keep everything in the host's memory, so that another process can have the device. On a CPU nothing moves."""
-        self._optimizer.zero_grad(set_to_none=True)
-        self._move("cpu")
-        torch.cuda.empty_cache()  # what the allocator keeps, no other process can have
-
-    def reload(self) -> None:
-        """Move everything back to the device; what is there stays."""
-        self._move(self.config.device)
+    def move(self, device: str) -> None:
+        """Move everything, so that another process can have the device, or back to it; what is there stays."""
+        self._trained.move(device)
 
     def save(self, directory: Path) -> None:
-        """Write the model in Hugging Face layout, tokenizer included."""
+        """Write the model in Hugging Face layout, tokenizer included, an adapter merged into the weights."""
         from transformers import AutoTokenizer
 
-        self.model.save_pretrained(directory)
+        model, state = self.model, None
+        if self.config.lora is not None:
+            model, state = self.model.get_base_model(), self._merged()
+        model.save_pretrained(directory, state_dict=state)
         AutoTokenizer.from_pretrained(self.config.model).save_pretrained(directory)
 
     # ---- inside -------------------------------------------------------------------------------------
 
-    def _move(self, device: str) -> None:
-        self.model.to(device)
-        for state in self._optimizer.state.values():
-            # AdamW counts its steps on the CPU, whatever the device.
-            state.update({name: tensor.to(device) for name, tensor in state.items() if name != "step"})
+    def _merged(self) -> dict[str, Tensor]:
+        if self.config.lora is None:
+            return dict(self.model.state_dict())
+        from stages.lora import merged_state
+
+        return merged_state(self.model)
 
     def _state_dict(self) -> dict[str, Tensor]:
         dtype = getattr(torch, self.config.dtype)
-        state = self.model.state_dict().items()
-        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state}
+        tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in self._merged().items()}
         if getattr(self.model.config, "tie_word_embeddings", False):
             tensors.pop("lm_head.weight", None)
         return tensors
 
-    def _mini_batches(self, rows: Sequence[TrainRow]) -> list[list[TrainRow]]:
+    def _mini_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
         """Cut rows into mini-batches of whole groups, in their order."""
-        groups: dict[str, list[TrainRow]] = {}
+        groups: dict[str, list[TokenRow]] = {}
         for row in rows:
             groups.setdefault(row.group, []).append(row)
         count = min(self.config.mini_batches, len(groups))
@@ -176,120 +171,165 @@ class Learner:
         whole = list(groups.values())
         return [[row for index in lot for row in whole[index]] for lot in lots]
 
-    def _step(self, rows: Sequence[TrainRow], *, compare: bool) -> dict[str, float]:
-        """One optimiser step over a mini-batch, accumulated over micro-batches."""
-        cfg = self.config
-        tokens = _tokens(rows)
-        self._optimizer.zero_grad(set_to_none=True)
-        total, sums = 0.0, dict[str, float]()
-        compared: list[tuple[dict[str, float], int]] = []
-        negative_log_prob = 0.0
-        for micro in self._micro_batches(rows):
-            log_probs = self._log_probs(micro)
-            token_loss, metrics = self._loss(
-                log_probs=log_probs,
-                old_log_probs=micro.rollout_log_probs,
-                advantages=micro.advantages,
-                mask=micro.mask,
-                **cfg.loss_options,
-            )
-            loss = aggregate(
-                token_loss,
-                micro.mask,
-                cfg.aggregation,
-                token_count=tokens,
-                sequence_count=len(rows),
-                horizon=cfg.horizon,
-            )
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-            negative_log_prob -= float((log_probs.detach() * micro.mask).sum())
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-            if compare:
-                compared += _mismatches(log_probs.detach(), micro)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.grad_clip)
-        if not torch.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {float(norm)}; loss {total}, {tokens} tokens")
-        self._optimizer.step()
-        result = {f"update/{name}": value / tokens for name, value in sums.items()}
-        result |= {"loss/policy": total, "grad_norm": float(norm), "policy/nll": negative_log_prob / tokens}
-        return result | _merged(compared)
+    def _micro_batches(self, rows: Sequence[TokenRow]) -> list[MicroBatch]:
+        return micro_batches(rows, self.config.micro_batch_tokens, self.config.device)
 
-    def _compare(self, rows: Sequence[TrainRow]) -> dict[str, float]:
-        """Engine against learner before the first of several steps."""
-        compared: list[tuple[dict[str, float], int]] = []
+    def _look(self, rows: Sequence[TokenRow]) -> tuple[list[TokenRow], dict[str, float]]:
+        """What the policy says of the rows before the first step, and what follows from it.
+
+        Returns:
+            The rows with what the configuration asks for: `old_log_probs`, `ref_log_probs`, `weights`, and the mask
+            that rejection leaves. And engine against learner.
+        """
+        cfg = self.config
+        compared: Measured = []
+        policy, reference = [], []
         with torch.no_grad():
             for micro in self._micro_batches(rows):
-                compared += _mismatches(self._log_probs(micro), micro)
-        return _merged(compared)
+                policy.append((micro, self._log_probs(micro)))
+                compared += _mismatches(policy[-1][1], micro)
+                if cfg.kl_loss is not None and cfg.lora is not None:
+                    with self.model.disable_adapter():
+                        reference.append((micro, self._log_probs(micro)))
+        looked = _with(rows, "now", unpad(policy, len(rows)))
+        if reference:
+            looked = _with(looked, "ref_log_probs", unpad(reference, len(rows)))
+        metrics = _merged(compared)
+        if cfg.correction is not None:
+            looked, figures = _corrected(looked, cfg.correction)
+            metrics |= figures
+        if cfg.old_log_probs == "recomputed":
+            looked = [row.with_values(rollout_log_probs=row.values["now"]) for row in looked]
+        return looked, metrics
 
-    def _micro_batches(self, rows: Sequence[TrainRow]) -> list[_MicroBatch]:
-        """Compose micro-batches by length, so that padding is small and the split depends on content alone."""
-        ordered = sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
-        lots: list[list[TrainRow]] = []
-        for row in ordered:
-            width = len(row.prompt_ids) + len(row.response_ids)
-            if lots and width * (len(lots[-1]) + 1) <= self.config.micro_batch_tokens:
-                lots[-1].append(row)
-            else:
-                lots.append([row])
-        return [self._pad(lot) for lot in lots]
-
-    def _pad(self, rows: Sequence[TrainRow]) -> _MicroBatch:
-        width = max(len(row.prompt_ids) + len(row.response_ids) for row in rows)
-        length = max(len(row.response_ids) for row in rows)
-        ids = torch.zeros(len(rows), width, dtype=torch.long)
-        attention = torch.zeros(len(rows), width, dtype=torch.long)
-        targets = torch.zeros(len(rows), length, dtype=torch.long)
-        place = torch.zeros(len(rows), length, dtype=torch.long)
-        mask, engine, advantages = (torch.zeros(len(rows), length) for _ in range(3))
-        for index, row in enumerate(rows):
-            prompt, count = len(row.prompt_ids), len(row.response_ids)
-            ids[index, : prompt + count] = torch.from_numpy(
-                np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
+    def _step(self, rows: Sequence[TokenRow], *, compare: bool) -> dict[str, float]:
+        """One optimiser step over a mini-batch, accumulated over micro-batches."""
+        cfg, needs = self.config, self._needs
+        if needs.needs_batch is not None:
+            rows = self._select(rows, needs.needs_batch)
+        tokens, sequences = count_tokens(rows), count_sequences(rows)
+        if not tokens:
+            return {}  # rejection left nothing
+        self._trained.zero_grad()
+        sums: dict[str, float] = {}
+        compared: Measured = []
+        for micro in self._micro_batches(rows):
+            reduce = partial(
+                aggregate,
+                mask=micro.mask,
+                mode=cfg.aggregation,
+                token_count=tokens,
+                sequence_count=sequences,
+                horizon=cfg.horizon,
+                sequences=micro.sequences,
             )
-            attention[index, : prompt + count] = 1
-            targets[index, :count] = torch.from_numpy(row.response_ids.astype(np.int64))
-            # The logits at a token predict the next one.
-            place[index, :count] = torch.arange(prompt - 1, prompt - 1 + count)
-            mask[index, :count] = torch.from_numpy(row.mask.astype(np.float32))
-            engine[index, :count] = torch.from_numpy(row.rollout_log_probs.astype(np.float32))
-            advantages[index, :count] = torch.from_numpy(row.advantages.astype(np.float32))
-        device = self.config.device
-        tensors = (t.to(device) for t in (ids, attention, targets, place, mask, engine, advantages))
-        return _MicroBatch(rows, *tensors)
+            logits = self._logits(micro)
+            log_probs = chosen_log_probs(logits, micro)
+            token_loss = self._loss(
+                log_probs=log_probs,
+                old_log_probs=micro.values["rollout_log_probs"],
+                advantages=micro.values["advantages"],
+                mask=micro.mask,
+                weights=micro.values.get("weights"),
+                **({"sequences": micro.sequences} if needs.sequences else {}),
+                **({"selected": micro.values["selected"]} if needs.needs_batch else {}),
+                **{name: value for name, value in cfg.loss_options.items() if name in needs.options},
+            )
+            loss = policy_loss = reduce(token_loss.loss)
+            if cfg.kl_loss is not None:
+                kl = kl_penalty(
+                    cfg.kl_loss.kind, log_probs=log_probs, ref_log_probs=micro.values["ref_log_probs"], mask=micro.mask
+                )
+                loss = loss + cfg.kl_loss.coef * reduce(kl)
+                _add(sums, "policy/ref_kl", kl.sum() / tokens)
+            with torch.set_grad_enabled(cfg.entropy_coef != 0):
+                spread = entropy(logits) * micro.mask
+            _add(sums, "policy/entropy", spread.sum() / tokens)
+            if cfg.entropy_coef:
+                loss = loss - cfg.entropy_coef * reduce(spread)
+            loss.backward()  # type: ignore[no-untyped-call]
+            _add(sums, "loss/policy", policy_loss)
+            _add(sums, "policy/nll", -(log_probs * micro.mask).sum() / tokens)
+            for name, value in token_loss.metrics.items():
+                _add(sums, f"update/{name}", value / tokens)
+            if compare:
+                compared += _mismatches(log_probs.detach(), micro)
+        return sums | {"grad_norm": self._trained.step()} | _merged(compared)
 
-    def _log_probs(self, micro: _MicroBatch) -> Tensor:
-        """Log-probabilities ``[B, T] float32`` of the response tokens at the sampling temperature."""
-        with self._precision():
-            logits = self.model(micro.input_ids, attention_mask=micro.attention, use_cache=False).logits
-        picked = logits.gather(1, micro.place[:, :, None].expand(-1, -1, logits.shape[-1]))
-        scaled = picked.float() / self.config.temperature
-        return torch.log_softmax(scaled, dim=-1).gather(-1, micro.targets[:, :, None]).squeeze(-1)
+    def _select(self, rows: Sequence[TokenRow], needs: SelectionNeeds) -> list[TokenRow]:
+        """Let the loss choose tokens over the whole mini-batch, as the policy is now."""
+        with torch.no_grad():
+            now = unpad(((micro, self._log_probs(micro)) for micro in self._micro_batches(rows)), len(rows))
+        inputs = {
+            "log_probs": _padded(now),
+            "old_log_probs": _padded([row.values["rollout_log_probs"] for row in rows]),
+            "advantages": _padded([row.values["advantages"] for row in rows]),
+            "mask": _padded([row.mask for row in rows]),
+            "row_ids": torch.arange(len(rows)),
+            "seed": self.config.seed + self.version,
+        }
+        select = import_object(needs.function, "update.loss")
+        options = {name: self.config.loss_options[name] for name in needs.options}
+        selected = select(**{name: inputs[name] for name in needs.inputs}, **options)
+        return _with(rows, "selected", _cut(selected, rows))
 
-    def _precision(self) -> Any:
-        """The arithmetic of a forward pass.
+    def _logits(self, micro: MicroBatch) -> Tensor:
+        with precision(self.config.device, self.config.dtype):
+            return response_logits(self.model, micro, self.config.temperature)
 
-        The weights stay float32, since AdamW's small steps would round away in bfloat16; they are cast when published.
-        """
-        return torch.autocast(
-            self.config.device, getattr(torch, self.config.dtype), enabled=self.config.dtype != "float32"
-        )
+    def _log_probs(self, micro: MicroBatch) -> Tensor:
+        return chosen_log_probs(self._logits(micro), micro)
 
     def _score_probe(self) -> list[float]:
         ids = torch.tensor([self._probe], device=self.config.device)
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), precision(self.config.device, self.config.dtype):
             logits = self.model(ids, use_cache=False).logits[0, :-1].float()
         chosen = torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         return [float(value) for value in chosen]
 
 
-def _tokens(rows: Sequence[TrainRow]) -> int:
-    return int(sum(np.count_nonzero(row.mask) for row in rows))
+def _corrected(rows: Sequence[TokenRow], config: CorrectionConfig) -> tuple[list[TokenRow], dict[str, float]]:
+    """Rows with importance weights, and without the tokens that a rule rejects."""
+    mask = _padded([row.mask for row in rows])
+    inputs: dict[str, Tensor] = {
+        "log_probs": _padded([row.values["now"] for row in rows]),
+        "rollout_log_probs": _padded([row.values["rollout_log_probs"] for row in rows]),
+        "mask": mask,
+        "sequences": number_sequences(rows),
+    }
+    metrics: dict[str, float] = {}
+    corrected = list(rows)
+    if config.reject:
+        left = rejection_mask([rule.rule() for rule in config.reject], **inputs)
+        metrics["correction/rejected_share"] = 1.0 - float(left.count_nonzero() / mask.count_nonzero())
+        masks = _cut(left, rows)
+        corrected = [replace(row, mask=of.astype(np.int8)) for row, of in zip(corrected, masks, strict=True)]
+    if config.weights is not None:
+        found = importance_weights(config.weights.rule(), **inputs)
+        corrected = _with(corrected, "weights", _cut(found.weights, rows))
+        metrics |= {f"correction/weight_{name}": value for name, value in found.metrics.items()}
+    return corrected, metrics
 
 
-def _mismatches(log_probs: Tensor, micro: _MicroBatch) -> list[tuple[dict[str, float], int]]:
+def _padded(arrays: Sequence[NDArray[Any]]) -> Tensor:
+    """Stack ``[T]`` arrays into ``[N, T] float32``, zeros behind."""
+    return pad_sequence([torch.from_numpy(array.astype(np.float32)) for array in arrays], batch_first=True)
+
+
+def _cut(values: Tensor, rows: Sequence[TokenRow]) -> list[NDArray[Any]]:
+    """The opposite of `_padded`."""
+    return [found[: len(row.response_ids)].numpy() for row, found in zip(rows, values, strict=True)]
+
+
+def _with(rows: Sequence[TokenRow], name: str, values: Sequence[NDArray[Any]]) -> list[TokenRow]:
+    return [row.with_values(**{name: of}) for row, of in zip(rows, values, strict=True)]
+
+
+def _add(sums: dict[str, float], name: str, value: Tensor) -> None:
+    sums[name] = sums.get(name, 0.0) + float(value.detach())
+
+
+def _mismatches(log_probs: Tensor, micro: MicroBatch) -> Measured:
     """Engine against learner: rows of the current version (mismatch) apart from stale ones (drift)."""
     current = torch.tensor([row.current for row in micro.rows], device=micro.mask.device)[:, None]
     found = []
@@ -297,13 +337,13 @@ def _mismatches(log_probs: Tensor, micro: _MicroBatch) -> list[tuple[dict[str, f
         mask = micro.mask * chosen
         tokens = int(mask.sum())
         if tokens:
-            values = mismatch(log_probs, micro.rollout_log_probs, mask)
+            values = mismatch(log_probs, micro.values["rollout_log_probs"], mask)
             found.append(({f"{prefix}/{name}": values[name] for name in METRIC_NAMES}, tokens))
     return found
 
 
-def _merged(parts: Sequence[tuple[Mapping[str, float], int]]) -> dict[str, float]:
-    """Merge per-micro-batch figures: maxima stay maxima, means are weighted by tokens."""
+def _merged(parts: Measured) -> dict[str, float]:
+    """Merge the figures of micro-batches or steps: maxima stay maxima, means are weighted by tokens."""
     merged: dict[str, float] = {}
     for name in {name for values, _ in parts for name in values}:
         of = [(values[name], tokens) for values, tokens in parts if name in values]

@@ -102,6 +102,7 @@ class Rollout(Stage):
         "policy_version_max",
     )
     expands = True
+    loads_weights = True
     batch_rows = 512
     concurrency = 2
     deadline_s = 900.0

@@ -90,6 +90,30 @@ class CorrectionConfig(StageConfig):
         return self
 
 
+class CriticConfig(StageConfig):
+    """The critic, for estimators that need values."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate of AdamW; a critic usually takes larger steps than the policy."""
+    epochs: int = Field(1, ge=1)
+    """Optimiser steps per update."""
+    clip: float = Field(0.5, gt=0)
+    """How far a value may move from the one that the advantages were computed with, before it earns no more."""
+    grad_clip: float = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+
+
+class LoraConfig(StageConfig):
+    """Low-rank adapters in place of training all weights."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of each adapter."""
+    alpha: int = Field(32, ge=1)
+    """Scale: the adapter's product is multiplied by alpha / rank."""
+    target_modules: str | list[str] = "all-linear"
+    """Names of the modules that get one, or `all-linear`."""
+
+
 class TrainingConfig(StageConfig):
     """What a user sets of the training."""
 
@@ -126,6 +150,8 @@ class TrainingConfig(StageConfig):
     """Most tokens in one forward pass, padding included; decides memory, not results."""
     threads: int = Field(1, ge=1)
     """CPU threads; with one, results are the same bit for bit."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters alone, {rank, alpha, target_modules}; engines get the merged weights. Needs peft."""
 
     @model_validator(mode="before")
     @classmethod
@@ -177,3 +203,17 @@ class LearnerConfig(TrainingConfig):
     """Longest possible response in tokens; the divisor of seq-mean-token-sum-norm."""
     temperature: float = 1.0
     """Temperature of the sampled rows; the learner divides its logits by the same."""
+    seed: int = 0
+    """The run's seed, for losses that choose tokens at random."""
+
+    @property
+    def reads_ref_log_probs(self) -> bool:
+        """Whether its rows have to bring the reference's log-probabilities; without its adapter, the model has them."""
+        return self.kl_loss is not None and self.lora is None
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether the rows have to be scored before the first step."""
+        several = self.epochs * self.mini_batches > 1
+        adapter_off = self.lora is not None and self.kl_loss is not None
+        return several or adapter_off or self.correction is not None or self.old_log_probs == "recomputed"

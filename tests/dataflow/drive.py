@@ -38,7 +38,7 @@ def source(**options: Any) -> StagePlan:
 
 
 def rollout(**options: Any) -> StagePlan:
-    return StagePlan("rollout", ("source",), "row", expands=True, **options)
+    return StagePlan("rollout", ("source",), "row", expands=True, loads_weights=True, **options)
 
 
 def reward(**options: Any) -> StagePlan:

@@ -16,8 +16,9 @@ from dataflow.stage import StageContext
 from dataflow.testing import make_batch
 from dataflow.waits import Waits
 from dataflow.weights import WeightsDirectory
-from stages.learner import Learner, TrainRow
+from stages.learner import Learner
 from stages.rollout import Rollout, RolloutConfig
+from stages.scoring import TokenRow
 from stages.training import LearnerConfig
 from stages.update import Update, UpdateConfig
 
@@ -75,14 +76,14 @@ def test_a_learner_that_was_away_from_its_device_goes_on_where_it_was(
     tiny_model: Path, weights: WeightsDirectory
 ) -> None:
     ids, ones = np.array([3, 4, 5], np.int32), np.ones(3, np.float32)
-    rows = [TrainRow("a", ids, ids, ones, -ones, ones, current=True)]
+    rows = [TokenRow(ids, ids, ones, {"rollout_log_probs": -ones, "advantages": ones})]
     stayed, moved = (Learner(LearnerConfig(model=str(tiny_model), lr=1e-3), weights) for _ in range(2))
 
     for learner in (stayed, moved):
         learner.update(rows)
-    moved.offload()
+    moved.move("cpu")
     assert all(parameter.grad is None for parameter in moved.model.parameters())
-    moved.reload()
+    moved.move("cpu")
     metrics = [learner.update(rows) for learner in (stayed, moved)]
 
     assert metrics[0] == metrics[1]

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from dataflow.weights import WeightsDirectory
-from stages.learner import Learner, TrainRow
+from stages.learner import Learner
+from stages.scoring import TokenRow
 from stages.training import LearnerConfig
 
 MakeLearner = Callable[..., Learner]
@@ -61,21 +62,23 @@ def row(
     mask: Sequence[int] | None = None,
     temperature: float = 1.0,
     current: bool = True,
-) -> TrainRow:
+) -> TokenRow:
     """A row drawn by the model as it is now."""
-    return TrainRow(
+    return TokenRow(
         group=group,
         prompt_ids=np.array(prompt, np.int32),
         response_ids=np.array(response, np.int32),
         mask=np.array([1] * len(response) if mask is None else mask, np.int8),
-        rollout_log_probs=np.array(log_probs(model, prompt, response, temperature), np.float32),
-        advantages=np.full(len(response), advantage, np.float32),
+        values={
+            "rollout_log_probs": np.array(log_probs(model, prompt, response, temperature), np.float32),
+            "advantages": np.full(len(response), advantage, np.float32),
+        },
         current=current,
     )
 
 
 @pytest.fixture(scope="module")
-def rows(tiny_model: Path) -> list[TrainRow]:
+def rows(tiny_model: Path) -> list[TokenRow]:
     """Seven rows of many lengths in three groups, with end tokens, pad ids and masked tokens in them."""
     model, dice = fresh_model(tiny_model), np.random.default_rng(1)
     lengths = [(3, 1), (2, 6), (5, 4), (9, 3), (1, 2), (4, 4), (2, 1)]
@@ -111,7 +114,7 @@ def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.T
     "aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 )
 def test_L01_the_step_does_not_depend_on_the_micro_batch_split(
-    make: MakeLearner, rows: list[TrainRow], aggregation: str
+    make: MakeLearner, rows: list[TokenRow], aggregation: str
 ) -> None:
     learners = [make(aggregation=aggregation, micro_batch_tokens=tokens, lr=1e-4) for tokens in (16, 4096)]
     before = weights(learners[0])
@@ -122,14 +125,14 @@ def test_L01_the_step_does_not_depend_on_the_micro_batch_split(
         assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-4, abs=1e-6)
 
 
-def test_the_step_does_not_depend_on_the_order_of_the_rows(make: MakeLearner, rows: list[TrainRow]) -> None:
+def test_the_step_does_not_depend_on_the_order_of_the_rows(make: MakeLearner, rows: list[TokenRow]) -> None:
     first, second = make(lr=1e-4), make(lr=1e-4)
     first.update(rows)
     second.update(rows[::-1])
     assert largest_difference(weights(first), weights(second)) < 1e-6
 
 
-def test_two_learners_make_the_same_step_bit_for_bit(make: MakeLearner, rows: list[TrainRow]) -> None:
+def test_two_learners_make_the_same_step_bit_for_bit(make: MakeLearner, rows: list[TokenRow]) -> None:
     first, second = make(), make()
     assert first.update(rows) == second.update(rows)
     assert largest_difference(weights(first), weights(second)) == 0.0
@@ -150,7 +153,7 @@ def test_L02_with_no_policy_token_there_is_no_step_and_the_weights_stay_bit_for_
 
 
 def test_L02_a_row_without_policy_tokens_changes_nothing_beside_others(
-    make: MakeLearner, rows: list[TrainRow], tiny_model: Path
+    make: MakeLearner, rows: list[TokenRow], tiny_model: Path
 ) -> None:
     masked = row(fresh_model(tiny_model), [3, 4], [5, 6], 1.0, mask=[0, 0])
     empty = row(fresh_model(tiny_model), [3, 4, 5], [6], 1.0, mask=[0])
@@ -160,11 +163,11 @@ def test_L02_a_row_without_policy_tokens_changes_nothing_beside_others(
 
 
 def test_on_its_own_rows_every_ratio_is_one_and_the_loss_is_minus_the_mean_advantage(
-    make: MakeLearner, rows: list[TrainRow]
+    make: MakeLearner, rows: list[TokenRow]
 ) -> None:
     metrics = make().update(rows)
     tokens = sum(int(one.mask.sum()) for one in rows)
-    expected = -sum(float(one.advantages[0]) * int(one.mask.sum()) for one in rows) / tokens
+    expected = -sum(float(one.values["advantages"][0]) * int(one.mask.sum()) for one in rows) / tokens
     assert metrics["loss/policy"] == pytest.approx(expected, abs=1e-6)
     assert (metrics["update/clipped"], metrics["update/tokens"]) == (0.0, tokens)
     assert metrics["update/old_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -179,7 +182,7 @@ def test_O10_the_learner_divides_its_logits_by_the_temperature_of_the_rows(
     drawn = [row(model, [3, 4, 5], [6, 7, 8], 1.0, temperature=temperature)]
     assert make(temperature=temperature).update(drawn)["mismatch/max_abs"] < 1e-5
     raw = make(temperature=1.0).update(drawn)["mismatch/max_abs"]
-    expected = np.abs(drawn[0].rollout_log_probs - log_probs(model, [3, 4, 5], [6, 7, 8])).max()
+    expected = np.abs(drawn[0].values["rollout_log_probs"] - log_probs(model, [3, 4, 5], [6, 7, 8])).max()
     assert expected > 0.01
     assert raw == pytest.approx(expected, abs=1e-5)
 
@@ -206,7 +209,7 @@ def test_rows_of_older_weights_are_counted_as_drift_and_not_as_mismatch(make: Ma
 
 @pytest.mark.parametrize(("mini_batches", "epochs", "steps"), [(1, 1, 1), (2, 1, 2), (3, 2, 6), (9, 1, 3)])
 def test_mini_batches_and_epochs_decide_the_number_of_steps_and_groups_stay_whole(
-    make: MakeLearner, rows: list[TrainRow], mini_batches: int, epochs: int, steps: int
+    make: MakeLearner, rows: list[TokenRow], mini_batches: int, epochs: int, steps: int
 ) -> None:
     # Three groups: there are no more mini-batches than that.
     metrics = make(mini_batches=mini_batches, epochs=epochs).update(rows)
@@ -214,7 +217,7 @@ def test_mini_batches_and_epochs_decide_the_number_of_steps_and_groups_stay_whol
 
 
 def test_with_several_steps_the_engine_is_compared_before_the_first_of_them(
-    make: MakeLearner, rows: list[TrainRow]
+    make: MakeLearner, rows: list[TokenRow]
 ) -> None:
     assert make(lr=0.1, mini_batches=3, epochs=3).update(rows)["mismatch/max_abs"] < 1e-5
 
@@ -232,7 +235,7 @@ def test_a_gradient_that_is_not_finite_stops_the_update_before_the_step(make: Ma
 
 
 def test_every_update_makes_a_new_version_and_its_file_holds_the_models_tensors(
-    make: MakeLearner, rows: list[TrainRow]
+    make: MakeLearner, rows: list[TokenRow]
 ) -> None:
     learner = make()
     learner.update(rows)
@@ -263,7 +266,7 @@ def test_a_published_file_is_private_and_nothing_unfinished_stays_beside_it(make
 
 
 def test_the_published_probe_is_what_a_fresh_model_says_that_loads_the_file(
-    make: MakeLearner, rows: list[TrainRow], tiny_model: Path
+    make: MakeLearner, rows: list[TokenRow], tiny_model: Path
 ) -> None:
     learner = make(temperature=0.5)  # the probe is scored at temperature 1 whatever the rows have
     learner.update(rows)
@@ -277,7 +280,7 @@ def test_the_published_probe_is_what_a_fresh_model_says_that_loads_the_file(
 
 
 def test_the_step_of_the_probe_is_its_largest_change_since_the_version_before(
-    make: MakeLearner, rows: list[TrainRow]
+    make: MakeLearner, rows: list[TokenRow]
 ) -> None:
     learner = make()
     still = learner.publish()
@@ -289,7 +292,7 @@ def test_the_step_of_the_probe_is_its_largest_change_since_the_version_before(
     assert moved.fingerprints != still.fingerprints
 
 
-def test_a_saved_model_is_one_that_transformers_loads(make: MakeLearner, rows: list[TrainRow], tmp_path: Path) -> None:
+def test_a_saved_model_is_one_that_transformers_loads(make: MakeLearner, rows: list[TokenRow], tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     learner = make()
