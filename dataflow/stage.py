@@ -80,6 +80,8 @@ class Stage:
         device: Stages of equal device take turns: none works while another holds a claim, and `suspend` is called on
             the one that worked before another one works. None: a device of its own.
         one_owner: No second delivery: if the worker dies or fails, the run stops (update).
+        filters: Whether groups that it drops, and those lost before it, are replaced by further prompts: the stages
+            that take a whole window, and the one with one owner, come after it. One stage of a pipeline at most.
         loaded_version: Policy version that this copy holds now; a stage with an engine keeps it up to date.
         environment: Variables that the process needs before Python starts.
 
@@ -103,6 +105,7 @@ class Stage:
     num_gpus: float = 0
     device: str | None = None
     one_owner: bool = False
+    filters: bool = False
     loaded_version: int = 0
     environment: Mapping[str, str] = {}
 

@@ -20,6 +20,8 @@ class AdvantageConfig(StageConfig):
 
     estimator: str = "remax"
     """Name of an estimator in `stages.algorithms.catalog`."""
+    filtered: bool = False
+    """Whether groups are filtered before; see `stages.filter_groups`."""
 
 
 class Advantage(Stage):
@@ -47,6 +49,8 @@ class Advantage(Stage):
             "token_rewards",
             "reward_status",
             *(("baseline",) if needs.greedy_baseline else ()),
+            # Not looked at: what the filter drops must be gone before it costs anything.
+            *(("group_spread",) if config.filtered else ()),
         )
 
     def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dataflow.config import Recipe, RunConfig, Section
+from dataflow.draws import windows_per_epoch
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
@@ -18,12 +19,13 @@ from stages.algorithms.catalog import ESTIMATORS
 from stages.algorithms.fallback import OF_SIBLINGS
 from stages.baseline_join import MissingBaselineConfig
 from stages.datasets import prompts_path
+from stages.filter_groups import BY_RULE, FilterConfig
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
 from stages.reward import RewardConfig
 from stages.rewards import resolve as resolve_reward
 from stages.rollout import ENGINES, SamplingConfig
-from stages.source import PromptConfig, windows_per_epoch
+from stages.source import PromptConfig
 from stages.summary import summarise
 from stages.training import TrainingConfig
 
@@ -36,6 +38,8 @@ class DataSection(PromptConfig, Section):
 
     train: str | list[str] = "tiny"
     """Prompt files (.parquet, .jsonl), or a built-in data set: `tiny`, `arithmetic`."""
+    prompts_per_window: int = Field(32, ge=1)
+    """Prompts per update; without refilling (filter), the last window of an epoch may have fewer."""
 
 
 class ModelSection(Section):
@@ -66,6 +70,15 @@ class RolloutSection(SamplingConfig, Section):
 
 class RewardSection(RewardConfig, Section):
     """The reward."""
+
+
+class FilterSection(FilterConfig, Section):
+    """Which groups are trained on, and how often a window is refilled in their place."""
+
+    groups: bool = False
+    """Leave out prompts whose sessions all came to the same, which teach a group estimator nothing."""
+    max_draws: int = Field(3, ge=0)
+    """Most further draws of prompts for a window, in place of groups that were left out or lost."""
 
 
 class BaselineSection(MissingBaselineConfig, Section):
@@ -101,6 +114,7 @@ class RLConfig(RunConfig):
     model: ModelSection = ModelSection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
+    filter: FilterSection = FilterSection()
     baseline: BaselineSection = BaselineSection()
     update: UpdateSection = UpdateSection()
 
@@ -126,6 +140,13 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n "
                 f"is {self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+            )
+        if self.filter.groups and needs.granularity != "group":
+            fit = ", ".join(name for name, other in ESTIMATORS.items() if other.granularity == "group")
+            raise ValueError(
+                f"filter.groups leaves out prompts whose sessions all have the same return, but estimator "
+                f"{self.estimator!r} learns from them: it does not compare within the group alone. Remove that line, "
+                f"or choose one of: {fit}"
             )
         alone = [policy for policy in self.baseline.on_missing if policy in OF_SIBLINGS and self.rollout.n < 2]
         if needs.greedy_baseline and alone:
@@ -161,18 +182,24 @@ def build(config: RLConfig) -> Pipeline:
         raise ConfigError(str(error)) from error
     resolve_reward(config.reward.function, config.reward.options)
     per_epoch = windows_per_epoch(summary.rows, config.data.prompts_per_window)
-    sessions = min(config.data.prompts_per_window, summary.rows) * (config.rollout.n + config.greedy)
+    drawn = min(config.data.prompts_per_window, summary.rows)
+    rows = 1 + config.rollout.n + 2 * config.greedy  # of a prompt: its own, its sessions', and both of the greedy one
     tokens = config.data.max_prompt_tokens + config.rollout.max_tokens
     return Pipeline(
-        specs=(*_stages(config, files), *config.own_stages()),
+        specs=(*_stages(config, files, summary.rows), *config.own_stages()),
         windows=config.windows or per_epoch * config.epochs,
-        rows_per_window=sessions + min(config.data.prompts_per_window, summary.rows) * (1 + config.greedy),
+        rows_per_window=drawn * rows,
         bytes_per_row=ROW_BYTES + TOKEN_BYTES * tokens,
         max_staleness=config.max_staleness,
         max_rows=config.limits.max_rows,
         max_bytes=config.limits.max_bytes,
         settings=config.changes(),
         irreproducible=_irreproducible(config),
+        drops_by_rule=BY_RULE,
+        prompts=summary.rows,
+        prompts_per_window=config.data.prompts_per_window,
+        epochs=None if config.windows else config.epochs,
+        max_draws=config.filter.max_draws,
     )
 
 
@@ -180,6 +207,9 @@ def _irreproducible(config: RLConfig) -> str:
     """The first setting under which a second run may differ in its last bits; see docs/model.md."""
     alone = config.engine == "vllm" or (config.engine == "hf" and config.rollout.max_sequences == 1)
     causes = {
+        f"max_staleness is {config.max_staleness}, so that timing decides which prompts refill a window": (
+            config.max_staleness > 0 and config.filter.groups and config.filter.max_draws > 0
+        ),
         f"max_staleness is {config.max_staleness}": config.max_staleness > 0,
         f"model.device is {config.model.device}": config.model.device != "cpu",
         f"model.dtype is {config.model.dtype}": config.model.dtype != "float32",
@@ -194,7 +224,7 @@ def _prompt_files(config: RLConfig) -> list[str]:
     return [str(prompts_path(name)) for name in names]
 
 
-def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
+def _stages(config: RLConfig, files: list[str], prompts: int) -> list[StageSpec]:
     model = resolve_model(config.model.path)
     needs = ESTIMATORS[config.estimator]
     data, rollout = config.data, config.rollout
@@ -204,9 +234,10 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             "stages.source:Source",
             files=files,
             model=model,
+            prompts=prompts,
             rollout_n=rollout.n,
             greedy_baseline=config.greedy,
-            **data.model_dump(exclude={"train"}),
+            **data.model_dump(include=set(PromptConfig.model_fields)),
         ),
         _spec(
             "rollout",
@@ -226,7 +257,12 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
         _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
-        _spec("advantage", "stages.advantage:Advantage", estimator=config.estimator),
+        _spec(
+            "advantage",
+            "stages.advantage:Advantage",
+            estimator=config.estimator,
+            filtered=config.filter.groups,
+        ),
         _spec(
             "update",
             "stages.update:Update",
@@ -244,6 +280,11 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             colocate=config.colocate,
         ),
     ]
+    if config.filter.groups:
+        rule = config.filter.model_dump(include=set(FilterConfig.model_fields))
+        specs.insert(
+            3, _spec("filter_groups", "stages.filter_groups:FilterGroups", {"min_group": needs.min_group}, **rule)
+        )
     if needs.greedy_baseline:
         join = _spec(
             "baseline_join",

@@ -24,10 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from stages.algorithms.returns import discounted_returns
+from stages.algorithms.returns import beyond_rounding, discounted_returns
 
 STD_EPSILON = 1e-6
-ROUNDINGS = 8  # Returns that differ by less than this many roundings of their parts are equal.
 
 
 class Advantages(NamedTuple):
@@ -181,9 +180,8 @@ def _compare(name: str, batch: _Batch, groups: Tensor) -> _Group:
     deviation = (score - total(score) / size.clamp(min=1)).where(rows, 0.0)
     std = (total(deviation.square()) / (size - 1).clamp(min=1)).sqrt()
     spread = largest(score) + largest(-score)  # maximum minus minimum
-    # The rounding of a sum is bounded by the size of its parts, not by that of the sum.
-    rounding = ROUNDINGS * torch.finfo(batch.dtype).eps * largest(batch.rewards.abs().sum(-1))
-    return _Group(deviation.where(spread > rounding, 0.0), size, std)
+    apart = beyond_rounding(spread, largest(batch.rewards.abs().sum(-1)), torch.finfo(batch.dtype).eps)
+    return _Group(deviation.where(apart, 0.0), size, std)
 
 
 def _per_session(advantage: Tensor, batch: _Batch) -> Advantages:

@@ -104,6 +104,11 @@ OTHER_VALUES = {
     "reward.timeout_s": "5",
     "reward.processes": "2",
     "reward.memory_mib": "512",
+    "filter.groups": "true",
+    "filter.by": "accuracy",
+    "filter.min_mean": "0.1",
+    "filter.max_mean": "0.9",
+    "filter.max_draws": "1",
     "baseline.greedy": None,  # only one value is consistent with each estimator; see test_config
     "baseline.on_missing": "fail",
     "baseline.ema_decay": "0.5",
@@ -124,6 +129,16 @@ OTHER_VALUES = {
     "limits.max_bytes": "100000000000",
     "stages": '[{use: "stages.rewards:resolve"}]',
     "settings": "{reward: {placement: alone}}",
+}
+# What a key has no effect without.
+FILTERED = ["estimator=grpo", "filter.groups=true"]
+TOGETHER_WITH = {
+    "epochs": ["windows=null"],
+    "filter.groups": FILTERED[:1],
+    "filter.by": FILTERED,
+    "filter.min_mean": FILTERED,
+    "filter.max_mean": FILTERED,
+    "filter.max_draws": FILTERED,
 }
 # Read by the runtime itself, and changed in effect by the tests of runs and of the coordinator.
 OF_THE_RUNTIME = {
@@ -152,7 +167,7 @@ def test_C02_every_documented_key_is_known_to_this_test() -> None:
 @pytest.mark.parametrize("key", [key for key, value in OTHER_VALUES.items() if value is not None])
 def test_C02_every_key_of_the_recipe_changes_the_pipeline(key: str) -> None:
     default = _default_config()
-    extra = ["windows=null"] if key == "epochs" else []
+    extra = TOGETHER_WITH.get(key, [])
     before, _ = load_config(None, extra, default)
     after, _ = load_config(None, [*extra, f"{key}={OTHER_VALUES[key]}"], default)
     assert rl.build(before) != rl.build(after)
