@@ -26,8 +26,9 @@ EPS = float(np.finfo(np.float32).eps)  # rewards are float32
 class FilterConfig(StageConfig):
     """What a user sets of the rule."""
 
-    by: str = Field(RETURN, min_length=1)
-    """What is compared: `return`, the session's total return, or a number that the reward puts into reward_info."""
+    by: str | None = Field(None, min_length=1)
+    """What is compared: `return`, the session's total return, or a number that the reward puts into reward_info;
+    default the return without the penalty of reward.overlong."""
     min_mean: float | None = Field(None, allow_inf_nan=False)
     """Lowest mean over its sessions that a group may have; default no limit."""
     max_mean: float | None = Field(None, allow_inf_nan=False)
@@ -96,23 +97,24 @@ class FilterGroups(Stage):
         Raises:
             RunError: If the reward does not report the number that `by` names.
         """
-        semantics = batch["reward_semantics"][rows.start]
-        if self.config.by == RETURN:
+        semantics, by = batch["reward_semantics"][rows.start], self.config.by
+        if by is None or by == RETURN:
             placed = place_rewards(
                 batch["reward"][rows], semantics, batch["response_mask"][rows], batch["token_rewards"][rows]
             )
             return float(placed.sum(dtype=np.float64)), float(np.abs(placed).sum(dtype=np.float64))
         # Under `trajectory` each turn has a copy of the one grade.
         infos = batch["reward_info"][rows] if semantics == "step" else batch["reward_info"][rows][-1:]
-        numbers = [self._number(json.loads(info)) for info in infos]
+        numbers = [_number(json.loads(info), by) for info in infos]
         return math.fsum(numbers), math.fsum(map(abs, numbers))
 
-    def _number(self, info: Mapping[str, Any]) -> float:
-        value = info.get(self.config.by)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            numbers = [name for name, other in info.items() if isinstance(other, int | float)]
-            raise RunError(
-                f"filter.by: the reward reports no number {self.config.by!r} beside the score (got {value!r}); its "
-                f"numbers are: {', '.join(numbers) or 'none'}. Let it return one, or compare by {RETURN!r}"
-            )
-        return float(value)
+
+def _number(info: Mapping[str, Any], name: str) -> float:
+    value = info.get(name)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        numbers = [other for other, found in info.items() if isinstance(found, int | float)]
+        raise RunError(
+            f"filter.by: the reward reports no number {name!r} beside the score (got {value!r}); its numbers are: "
+            f"{', '.join(numbers) or 'none'}. Let it return one, or compare by {RETURN!r}"
+        )
+    return float(value)

@@ -22,7 +22,7 @@ from stages.datasets import prompts_path
 from stages.filter_groups import BY_RULE, FilterConfig
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
-from stages.reward import RewardConfig
+from stages.reward import TASK_REWARD, GradingConfig, OverlongConfig
 from stages.rewards import resolve as resolve_reward
 from stages.rollout import ENGINES, SamplingConfig
 from stages.source import PromptConfig
@@ -68,8 +68,15 @@ class RolloutSection(SamplingConfig, Section):
     """Failures of one session before it is given up."""
 
 
-class RewardSection(RewardConfig, Section):
+class OverlongSection(OverlongConfig, Section):
+    """The penalty on responses that come near the limit of their length."""
+
+
+class RewardSection(GradingConfig, Section):
     """The reward."""
+
+    overlong: OverlongSection | None = None
+    """Takes a penalty from the rewards of responses that come near the limit of their length; none is off."""
 
 
 class FilterSection(FilterConfig, Section):
@@ -140,6 +147,12 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n "
                 f"is {self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+            )
+        overlong, longest = self.reward.overlong, self.rollout.max_tokens
+        if overlong is not None and overlong.buffer_tokens > longest:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens: {overlong.buffer_tokens} is more than rollout.max_tokens, {longest}, "
+                "so that every response would be penalised; make it smaller"
             )
         if self.filter.groups and needs.granularity != "group":
             fit = ", ".join(name for name, other in ESTIMATORS.items() if other.granularity == "group")
@@ -256,7 +269,7 @@ def _stages(config: RLConfig, files: list[str], prompts: int) -> list[StageSpec]
             colocate=config.colocate,
             **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
-        _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
+        _spec("reward", "stages.reward:Reward", **config.reward.model_dump(), max_tokens=rollout.max_tokens),
         _spec(
             "advantage",
             "stages.advantage:Advantage",
@@ -282,6 +295,8 @@ def _stages(config: RLConfig, files: list[str], prompts: int) -> list[StageSpec]
     ]
     if config.filter.groups:
         rule = config.filter.model_dump(include=set(FilterConfig.model_fields))
+        if rule["by"] is None and config.reward.overlong is not None:
+            rule["by"] = TASK_REWARD
         specs.insert(
             3, _spec("filter_groups", "stages.filter_groups:FilterGroups", {"min_group": needs.min_group}, **rule)
         )

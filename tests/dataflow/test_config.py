@@ -261,6 +261,26 @@ def test_B07_a_filter_is_refused_where_groups_without_spread_teach_something(tmp
         load(tmp_path, "filter: {groups: true}", f"estimator={estimator}")
 
 
+def test_R18_a_buffer_longer_than_the_response_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward\.overlong\.buffer_tokens: 120 is more than rollout\.max_tokens, 100"
+    ):
+        load(tmp_path, "reward: {overlong: {buffer_tokens: 120}}", "rollout.max_tokens=100")
+    load(tmp_path, "reward: {overlong: {buffer_tokens: 100}}", "rollout.max_tokens=100")
+
+
+def test_C04_with_a_penalty_on_length_the_filter_compares_the_rewards_without_it(tmp_path: Path) -> None:
+    def compared(*more: str) -> str | None:
+        pipeline = build(tmp_path, "estimator=grpo", "filter.groups=true", *more)
+        by = {spec.where: spec.options for spec in pipeline.specs}["filter_groups"]["by"]
+        assert by is None or isinstance(by, str)
+        return by
+
+    assert compared() is None
+    assert compared("reward.overlong.buffer_tokens=2") == "task_reward"
+    assert compared("reward.overlong.buffer_tokens=2", "filter.by=return") == "return"
+
+
 def test_refilled_windows_are_reproducible_only_where_they_are_synchronous(tmp_path: Path) -> None:
     filtered = ("estimator=grpo", "filter.groups=true")
     assert build(tmp_path, *filtered).irreproducible == ""

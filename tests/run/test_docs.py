@@ -104,6 +104,8 @@ OTHER_VALUES = {
     "reward.timeout_s": "5",
     "reward.processes": "2",
     "reward.memory_mib": "512",
+    "reward.overlong.buffer_tokens": "2",
+    "reward.overlong.penalty": "0.5",
     "filter.groups": "true",
     "filter.by": "accuracy",
     "filter.min_mean": "0.1",
@@ -134,6 +136,7 @@ OTHER_VALUES = {
 FILTERED = ["estimator=grpo", "filter.groups=true"]
 TOGETHER_WITH = {
     "epochs": ["windows=null"],
+    "reward.overlong.penalty": ["reward.overlong.buffer_tokens=2"],
     "filter.groups": FILTERED[:1],
     "filter.by": FILTERED,
     "filter.min_mean": FILTERED,
