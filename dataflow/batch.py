@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dataflow.draws import Draw
 from dataflow.weights import WeightsRef
 
 
@@ -107,6 +108,7 @@ class Batch:
         tombstones: For `group`, `join` and `window` stages, the units of the claimed groups that are gone.
         weights: The newest published policy version; None before the first publication.
         oldest_loaded: Oldest policy version that a stage which loads weights still holds; files before it can go.
+        draw: For the source, which prompts to write; None for other stages.
         metrics: Name -> (weighted sum, weight) of what the stage reports; see `report`.
         published: What the stage published; see `publish`.
         warnings: Subject -> what a person should read; see `warn`.
@@ -121,6 +123,7 @@ class Batch:
     tombstones: Sequence[Tombstone] = ()
     weights: WeightsRef | None = None
     oldest_loaded: int = 0
+    draw: Draw | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     published: WeightsRef | None = None
     warnings: dict[str, str] = field(default_factory=dict)

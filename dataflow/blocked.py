@@ -33,7 +33,7 @@ def blocked(
     groups: dict[tuple[str, str, int], list[Cell]] = defaultdict(list)
     for window in windows:
         cells = [cell for unit in window.units.values() for cell in unit.cells.values()]
-        for cell in [*filter(None, [window.source]), *cells]:
+        for cell in [*window.sources, *cells]:
             if cell.state in (READY, LEASED, WAITING) and not cell.witness:
                 groups[cell.stage, cell.state, cell.claim or 0].append(cell)
     order = list(plans)

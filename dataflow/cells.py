@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dataflow.batch import Failure, Unit
+from dataflow.draws import Draw
 from dataflow.events import Holding
 
 WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead"
@@ -14,7 +15,7 @@ WAITING, READY, LEASED, DONE, DEAD = "waiting", "ready", "leased", "done", "dead
 
 @dataclass(eq=False)
 class Cell:
-    """One stage's work on one unit (or, for the source, on one window).
+    """One stage's work on one unit (or, for the source, on one draw of a window).
 
     Attributes:
         missing: How many of the stages before it are not done.
@@ -26,6 +27,7 @@ class Cell:
         accepted: The delivery whose rows are valid; -1 while there is none.
         claim: The lease that holds it now.
         since: When it came into its state, seconds.
+        draw: For the source, which prompts to write.
     """
 
     stage: str
@@ -41,6 +43,7 @@ class Cell:
     accepted: int = -1
     claim: int | None = None
     since: float = 0.0
+    draw: Draw | None = None
 
     @property
     def ended(self) -> bool:
@@ -50,12 +53,13 @@ class Cell:
 
 @dataclass(eq=False)
 class UnitState:
-    """A unit with its cells, and what became of it once that is known."""
+    """A unit with its cells, the source's among them apart, and what became of it once that is known."""
 
     identity: Unit
     kind: str
     group: GroupState
     window: WindowState
+    source: Cell
     rows: int = 0
     cells: dict[str, Cell] = field(default_factory=dict)
     outcome: str = ""
@@ -67,6 +71,11 @@ class UnitState:
     def dead(self) -> bool:
         """Whether it left early or, at its window's end, was settled."""
         return bool(self.outcome)
+
+    def has_passed(self, stage: str) -> bool:
+        """Whether it is a sampled unit that a stage is done with, and is still there."""
+        cell = self.cells.get(stage)
+        return self.kind == "sampled" and not self.dead and cell is not None and cell.state == DONE
 
     @property
     def fate(self) -> str:
@@ -95,19 +104,33 @@ class WindowState:
     """A window with its units.
 
     Attributes:
-        pending: Window stage -> units whose cell still waits.
-        open_cells: Cells that have not ended; at 0 the window closes.
+        pending: Window stage -> units whose cell still waits, and 1 more as long as the window is not filled.
+        sources: The source's cell of each draw; the last one is the only one that may not be done.
+        unfiltered: Cells of the stage that filters that have not ended.
+        filled: Whether all prompts are drawn that it will get.
+        open_cells: Cells that have not ended, the source's left out; at 0 a window that is filled closes.
         settled: Whether its training is over, with or without rows.
     """
 
     index: int
     name: str
-    source: Cell | None = None
+    pending: dict[str, int]
+    sources: list[Cell] = field(default_factory=list)
     units: dict[str, UnitState] = field(default_factory=dict)
     groups: dict[str, GroupState] = field(default_factory=dict)
-    pending: dict[str, int] = field(default_factory=dict)
+    unfiltered: int = 0
+    filled: bool = False
     open_cells: int = 0
     settled: bool = False
+
+    def survivors(self, stage: str) -> int:
+        """How many groups have a sampled unit that has passed a stage and is still there."""
+        return sum(any(unit.has_passed(stage) for unit in group.members) for group in self.groups.values())
+
+    def refill_metrics(self, stage: str) -> dict[str, float]:
+        """Groups that a stage dropped units of, and draws beyond the first."""
+        dropped = {unit.identity.uid for unit in self.units.values() if unit.stage == stage and unit.failure is None}
+        return {"filter/dropped_groups": len(dropped), "refill/draws": len(self.sources) - 1}
 
 
 @dataclass(eq=False)
@@ -171,6 +194,16 @@ def by_group(cells: Sequence[Cell]) -> list[list[Cell]]:
     for cell in cells:
         groups[id(cell.unit.group) if cell.unit else 0].append(cell)
     return list(groups.values())
+
+
+def shortage(window: WindowState, found: int, wanted: int, why: str) -> str:
+    """Say that a window has fewer groups than it is to have, and what became of the others."""
+    lost = Counter(unit.outcome for unit in window.units.values() if unit.dead and unit.kind == "sampled")
+    fates = "; ".join(f"{count} units {outcome}" for outcome, count in lost.most_common(3))
+    return (
+        f"window {window.name} has {found} of {wanted} groups to train on: {len(window.groups)} prompts were drawn, "
+        f"and {why} ({fates}); it goes on with what it has (told once)"
+    )
 
 
 def describe(cells: Sequence[Cell]) -> str:

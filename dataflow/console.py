@@ -6,7 +6,7 @@ import contextlib
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -149,13 +149,17 @@ class Console:
         self._asked = True
 
     def close_ledger(
-        self, irreproducible: str, summarise: Callable[[Mapping[str, tuple[float, float]]], list[str]]
+        self,
+        irreproducible: str,
+        summarise: Callable[[Mapping[str, tuple[float, float]]], list[str]],
+        drops_by_rule: Collection[str],
     ) -> None:
         """Write what became of every unit to `ledger.json`, and print it; also of a run that was cut short.
 
         Args:
             irreproducible: Why a second run would not give the same bits whatever happened; empty if it would.
             summarise: Makes the last lines from metric -> (weighted sum, weight) over all windows.
+            drops_by_rule: Reasons of drops that a second run has too.
         """
         if self.last is None:
             return
@@ -165,7 +169,7 @@ class Console:
         for text in summarise(self._totals):
             self.say(text)
         if self.last.finished:
-            cause = irreproducible or _disturbance(self.last)
+            cause = irreproducible or _disturbance(self.last, drops_by_rule)
             self.say(f"reproducible: no ({cause})" if cause else "reproducible: yes")
 
     def _ledger(self, ledger: Ledger) -> None:
@@ -246,10 +250,11 @@ def _blocked_line(item: Blocked) -> str:
     )
 
 
-def _disturbance(status: Status) -> str:
+def _disturbance(status: Status, drops_by_rule: Collection[str]) -> str:
     """What made the rows of this run depend on more than its configuration; empty if nothing did."""
+    expected = {f"dropped: {reason}" for reason in drops_by_rule}
     for (kind, outcome), count in status.ledger.settled.items():
-        if outcome.startswith(("dropped", "failed")):
+        if outcome.startswith(("dropped", "failed")) and outcome not in expected:
             return f"{count} {kind} units {outcome}"
     return ""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,9 @@ from dataflow.cells import (
     WorkerState,
     by_group,
     describe,
+    shortage,
 )
+from dataflow.draws import Draws
 from dataflow.events import (
     ATTEMPT_FAILED,
     Acknowledged,
@@ -51,6 +53,7 @@ from dataflow.events import (
     Heartbeat,
     Holding,
     Ledger,
+    Prompt,
     Published,
     Settled,
     Stopped,
@@ -73,7 +76,8 @@ class Coordinator:
     Args:
         plans: The stages, in topological order.
         run_id: Names the run's partitions.
-        windows: How many windows to admit.
+        windows: How many windows to admit; fewer if there are no prompts left to draw.
+        draws: Deals the prompts out; the default suits a source that makes its prompts up.
         max_staleness: Window k is admitted when every window before k - max_staleness is trained on.
         max_open_windows: Credit limit, in windows; the oldest open window is never blocked.
         lease_s: Seconds without a heartbeat after which a worker's claims are void.
@@ -87,6 +91,7 @@ class Coordinator:
         plans: Mapping[str, StagePlan],
         run_id: str,
         windows: int,
+        draws: Draws | None = None,
         *,
         max_staleness: int = 0,
         max_open_windows: int | None = None,
@@ -96,6 +101,7 @@ class Coordinator:
     ) -> None:
         self.plans = dict(plans)
         self.windows = windows
+        self._draws = draws or Draws()
         self._run_id = run_id
         self._max_staleness = max_staleness
         self._max_open = max_open_windows
@@ -104,6 +110,7 @@ class Coordinator:
         self._max_failures = max_failures
         self._source = next(name for name, plan in plans.items() if plan.granularity == "source")
         self._trainer = next((name for name, plan in plans.items() if plan.one_owner), None)
+        self._filter = next((name for name, plan in plans.items() if plan.filters), None)
         self._consumers: dict[str, list[str]] = defaultdict(list)
         for name, plan in plans.items():
             for producer in plan.depends_on:
@@ -269,23 +276,21 @@ class Coordinator:
     def _admitted(self, event: Admitted) -> None:
         self._drop_lease(event.worker, event.claim)
         window = self._open.get(event.window_index)
-        cell = window.source if window is not None else None
+        cell = window.sources[event.draw] if window is not None else None
         if window is None or cell is None or cell.ended:
             self.ledger.late += 1
             return
         cell.state, cell.accepted, cell.claim = DONE, event.delivery, None
-        for prompt in event.prompts:
-            self._create_units(window, prompt)
-        for group in window.groups.values():
-            group.pending = self._count_pending(group.members)
-        window.pending = self._count_pending(window.units.values())
-        window.open_cells = sum(not cell.ended for unit in window.units.values() for cell in unit.cells.values())
-        for unit in list(window.units.values()):
+        units = [unit for prompt in event.prompts for unit in self._create_units(cell, prompt)]
+        for unit in units:
+            self._count_cells(unit)
+        for unit in units:
             if unit.dead:
                 self._kill_cells(unit)
             else:
                 for consumer in self._consumers[self._source]:
                     self._one_less(unit, consumer)
+        self._fill_up(window)
         self._close_if_done(window)
 
     def _acknowledged(self, event: Acknowledged) -> None:
@@ -346,7 +351,7 @@ class Coordinator:
         worker, lease = self._workers.get(event.worker), self._lease(event.worker, event.claim)
         if worker is not None:
             worker.seen, worker.silent = event.now, False
-        cell = self._find(worker.stage, event.unit) if worker is not None else None
+        cell = self._find(worker.stage, event.unit, lease) if worker is not None else None
         current = cell is not None and lease is not None and cell in lease.cells
         if lease is not None:  # who reports piece by piece is not overdue
             lease.deadline = max(lease.deadline, event.now + self.plans[lease.worker.stage].deadline_s)
@@ -370,13 +375,14 @@ class Coordinator:
 
     # ---- units --------------------------------------------------------------------------------------
 
-    def _create_units(self, window: WindowState, prompt: Any) -> None:
+    def _create_units(self, source: Cell, prompt: Prompt) -> Iterator[UnitState]:
+        window = source.window
         group = window.groups.setdefault(prompt.uid, GroupState(prompt.uid))
         key = prompt_key(window.name, prompt.uid, is_baseline=prompt.is_baseline)
         kind = "baseline" if prompt.is_baseline else "sampled"
         for session in range(prompt.sessions):
             identity = Unit(f"{key}/{session}", window.name, prompt.uid, session, prompt.is_baseline, key)
-            unit = UnitState(identity, kind, group, window)
+            unit = UnitState(identity, kind, group, window, source)
             for name, plan in self.plans.items():
                 if plan.granularity == "source":
                     continue
@@ -392,14 +398,20 @@ class Coordinator:
             self.ledger.in_flight[kind] = self.ledger.in_flight.get(kind, 0) + 1
             if prompt.dropped:
                 self._settle_unit(unit, f"dropped: {prompt.dropped}", prompt.dropped, self._source)
+            yield unit
 
-    def _count_pending(self, units: Iterable[UnitState]) -> dict[str, int]:
-        pending: dict[str, int] = defaultdict(int)
-        for unit in units:
-            for name, cell in unit.cells.items():
-                # A whole group with its greedy unit is complete when the witness has ended too.
-                pending[name] += not cell.witness or self.plans[name].granularity == "group_join"
-        return dict(pending)
+    def _count_cells(self, unit: UnitState) -> None:
+        """Count a new unit's cells with those that its window and its group wait for."""
+        window, group = unit.window, unit.group
+        window.open_cells += len(unit.cells)
+        for name, cell in unit.cells.items():
+            granularity = self.plans[name].granularity
+            # A whole group with its greedy unit is complete when the witness has ended too.
+            if granularity in WHOLE_GROUPS and (not cell.witness or granularity == "group_join"):
+                group.pending[name] = group.pending.get(name, 0) + 1
+            elif granularity == "window":
+                window.pending[name] += 1
+            window.unfiltered += name == self._filter
 
     def _one_less(self, unit: UnitState, stage: str) -> None:
         """A stage that `stage` depends on is done for the unit."""
@@ -435,18 +447,18 @@ class Coordinator:
         if granularity not in (*WHOLE_GROUPS, "window"):
             return
         assert cell.unit is not None
-        holder: GroupState | WindowState = cell.window if granularity == "window" else cell.unit.group
-        holder.pending[cell.stage] -= 1
-        if holder.pending[cell.stage]:
+        self._one_less_pending(cell.window if granularity == "window" else cell.unit.group, cell.stage)
+
+    def _one_less_pending(self, holder: GroupState | WindowState, stage: str) -> None:
+        holder.pending[stage] -= 1
+        if holder.pending[stage]:
             return
         units = holder.members if isinstance(holder, GroupState) else list(holder.units.values())
-        alive = [
-            unit.cells[cell.stage] for unit in units if cell.stage in unit.cells and not unit.cells[cell.stage].ended
-        ]
+        alive = [unit.cells[stage] for unit in units if stage in unit.cells and not unit.cells[stage].ended]
         if alive:
             self._make_ready(alive)
-        elif granularity == "window" and cell.stage == self._trainer:
-            self._window_trained(cell.window, empty=True)
+        elif isinstance(holder, WindowState) and stage == self._trainer:
+            self._window_trained(holder, empty=True)
 
     def _check_group(self, group: GroupState, stage: str) -> None:
         """Drop what is ready of a group where that is fewer than the stage may use."""
@@ -487,6 +499,9 @@ class Coordinator:
         if state == DONE and not unit.dead and not cell.witness:
             for consumer in self._consumers[cell.stage]:
                 self._one_less(unit, consumer)
+        if cell.stage == self._filter:
+            cell.window.unfiltered -= 1
+            self._fill_up(cell.window)
         if cell.stage == self._trainer and not cell.window.settled and state == DONE:
             self._window_trained(cell.window, empty=False)
 
@@ -542,18 +557,46 @@ class Coordinator:
     # ---- windows ------------------------------------------------------------------------------------
 
     def _offer_windows(self) -> None:
-        """Make the source's cell of each window ready that staleness and credits allow."""
-        while self._next_window < self.windows:
+        """Draw the prompts of each window that staleness and credits allow."""
+        while not self._all_offered:
             index = self._next_window
             if index > self._oldest_untrained() + self._max_staleness:
                 return
             if self._open and self._max_open is not None and len(self._open) >= self._max_open:
                 return
-            window = WindowState(index, f"{self._run_id}/train/{index:06d}")
-            window.source = Cell(self._source, None, window, 0)
+            held = {name: 1 for name, plan in self.plans.items() if plan.granularity == "window"}
+            window = WindowState(index, f"{self._run_id}/train/{index:06d}", held)
             self._open[index] = window
             self._next_window += 1
-            self._make_ready([window.source])
+            self._draw(window, self._draws.per_window)
+
+    @property
+    def _all_offered(self) -> bool:
+        return self._next_window >= self.windows or not self._draws.left
+
+    def _draw(self, window: WindowState, count: int) -> None:
+        window.sources.append(Cell(self._source, None, window, 0, draw=self._draws.take(len(window.sources), count)))
+        self._make_ready(window.sources[-1:])
+
+    def _fill_up(self, window: WindowState) -> None:
+        """When all units have passed the stage that filters, draw prompts in place of the groups that are gone.
+
+        With no filter, or no more draws, the window is filled: its window stages wait for their units alone.
+        """
+        if window.filled or window.unfiltered or not window.sources[-1].ended:
+            return
+        wanted = self._draws.per_window
+        found = wanted if self._filter is None else window.survivors(self._filter)
+        if found < wanted:
+            why = self._draws.why_no_more(len(window.sources))
+            if not why:
+                self._draw(window, wanted - found)
+                return
+            if self._draws.max_draws:
+                self._tell_once("short window", shortage(window, found, wanted, why))
+        window.filled = True
+        for stage in window.pending:
+            self._one_less_pending(window, stage)
 
     def _oldest_untrained(self) -> int:
         untrained = (window.index for window in self._open.values() if not window.settled)
@@ -571,7 +614,7 @@ class Coordinator:
         self._offer_windows()
 
     def _close_if_done(self, window: WindowState) -> None:
-        if window.open_cells or window.index not in self._open or window.source is None or window.source.state != DONE:
+        if window.open_cells or not window.filled or window.index not in self._open:
             return
         if not window.settled and self._trainer is not None:
             self._window_trained(window, empty=True)
@@ -583,10 +626,11 @@ class Coordinator:
         del self._open[window.index]
         self._check_balance(window)
         self._check_share_of_failures(window)
-        self._effects.append(WindowClosed(window.name, window.index, dict(counts)))
+        metrics = window.refill_metrics(self._filter) if self._filter else {}
+        self._effects.append(WindowClosed(window.name, window.index, dict(counts), metrics))
         self._closed[window.index] = window.name
         self._offer_windows()
-        if not self._open and self._next_window >= self.windows and not self.halted:
+        if not self._open and self._all_offered and not self.halted:
             self.finished = True
             self._effects.append(Finished())
 
@@ -749,6 +793,7 @@ class Coordinator:
             tuple(self._claimed(cell.unit, cell.delivery) for cell in cells if cell.unit),
             baselines,
             tombstones,
+            cells[0].draw,
             cells[0].delivery,
             plan.deadline_s,
             self.weights,
@@ -757,8 +802,7 @@ class Coordinator:
 
     def _claimed(self, unit: UnitState, delivery: int) -> ClaimedUnit:
         accepted = {name: cell.accepted for name, cell in unit.cells.items() if cell.state == DONE and not cell.witness}
-        source = unit.window.source
-        accepted[self._source] = source.accepted if source else 0
+        accepted[self._source] = unit.source.accepted
         return ClaimedUnit(unit.identity, unit.rows, delivery, accepted)
 
     def _release_worker(self, worker: WorkerState) -> None:
@@ -794,11 +838,11 @@ class Coordinator:
         if held is not None:
             held.claims.pop(claim, None)
 
-    def _find(self, stage: str, name: str) -> Cell | None:
-        """The cell of a stage for a unit, or, for the source, for a window."""
+    def _find(self, stage: str, name: str, lease: Lease | None) -> Cell | None:
+        """The cell of a stage for a unit, or, for the source, which names the window, that of the draw it leased."""
         for window in self._open.values():
             if window.name == name:
-                return window.source
+                return lease.cells[0] if lease is not None and lease.cells else None
             if name in window.units:
                 return window.units[name].cells.get(stage)
         return None
@@ -809,8 +853,8 @@ class Coordinator:
         """Stage -> state -> number of cells, over the open windows."""
         counts: dict[str, dict[str, int]] = {name: defaultdict(int) for name in self.plans}
         for window in self._open.values():
-            if window.source is not None:
-                counts[self._source][window.source.state] += 1
+            for source in window.sources:
+                counts[self._source][source.state] += 1
             for unit in window.units.values():
                 for name, cell in unit.cells.items():
                     counts[name][cell.state] += not cell.witness

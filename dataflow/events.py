@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dataflow.batch import Failure, Tombstone, Unit
+from dataflow.draws import Draw
 from dataflow.weights import WeightsRef
 
 
@@ -103,11 +104,16 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Admitted:
-    """The source wrote the prompt rows of a window, at the addresses of this delivery."""
+    """The source wrote the prompt rows of a draw, at the addresses of this delivery.
+
+    Attributes:
+        draw: Number of the draw in its window.
+    """
 
     worker: str
     claim: int
     window_index: int
+    draw: int
     delivery: int
     prompts: tuple[Prompt, ...]
     now: float
@@ -243,6 +249,7 @@ class Claim:
         units: The units, in canonical order; empty for the source.
         baselines: For a join, the greedy units of the claimed uids that finished.
         tombstones: For group, join and window stages, the units of the claimed groups that are gone.
+        draw: For the source, which prompts to write.
         delivery: For the source, which delivery this is.
         deadline_s: Seconds until the work is cancelled.
         weights: Newest published version.
@@ -257,6 +264,7 @@ class Claim:
     units: tuple[ClaimedUnit, ...] = ()
     baselines: tuple[ClaimedUnit, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
+    draw: Draw | None = None
     delivery: int = 0
     deadline_s: float = 300.0
     weights: WeightsRef | None = None
@@ -306,11 +314,13 @@ class WindowClosed:
     Attributes:
         counts: (kind, outcome) -> units. Outcomes: trained, used as baseline, `dropped: reason`,
             `failed: stage`.
+        metrics: What the coordinator itself measured of the window.
     """
 
     window: str
     window_index: int
     counts: Mapping[tuple[str, str], int]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class StagePlan:
         one_owner: Never delivered twice.
         device: Stages of equal device take turns.
         loads_weights: See `Stage`.
+        filters: See `Stage`.
     """
 
     name: str
@@ -49,6 +50,7 @@ class StagePlan:
     one_owner: bool = False
     device: str | None = None
     loads_weights: bool = False
+    filters: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,19 @@ class Pipeline:
 
     Attributes:
         specs: The stages, in any order; the columns they name decide the graph.
-        windows: How many windows the run has.
-        rows_per_window: Worst case of rows that one window puts into the queue.
+        windows: How many windows the run has; fewer if there are no prompts left to draw.
+        rows_per_window: Worst case of rows that one window puts into the queue, without further draws.
         bytes_per_row: Worst case of bytes of one row.
         max_staleness: A window is admitted when at most this many earlier windows are not yet trained on.
         max_rows: Credit limit on rows of open windows; None is no limit.
         max_bytes: Credit limit on bytes of open windows; None is no limit.
         settings: Stage -> attributes in place of what the stage declares.
         irreproducible: Why a second run would not give the same bits; empty if it would.
+        drops_by_rule: Reasons of drops that the rows alone decide: a second run has the same.
+        prompts: How many prompts the data set has. This and the next suit a source that makes its prompts up.
+        prompts_per_window: How many prompts a window draws, and how many groups it is filled up to.
+        epochs: Passes over the data; None is no limit but `windows`.
+        max_draws: Most further draws of a window, if a stage filters, in place of groups that are lost up to there.
     """
 
     specs: tuple[StageSpec, ...]
@@ -128,6 +135,11 @@ class Pipeline:
     max_bytes: int | None = None
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     irreproducible: str = ""
+    drops_by_rule: frozenset[str] = frozenset()
+    prompts: int = 1
+    prompts_per_window: int = 1
+    epochs: int | None = None
+    max_draws: int = 0
 
     @cached_property
     def stages(self) -> dict[str, Stage]:
@@ -200,8 +212,19 @@ class Pipeline:
                 stage.one_owner,
                 stage.device,
                 stage.loads_weights,
+                stage.filters,
             )
         return plans
+
+    @property
+    def further_draws(self) -> int:
+        """Most further draws of a window: none where no stage filters."""
+        return self.max_draws if any(stage.filters for stage in self.stages.values()) else 0
+
+    @property
+    def most_rows(self) -> int:
+        """Worst case of rows that one window puts into the queue, all its draws counted."""
+        return self.rows_per_window * (1 + self.further_draws)
 
     def __getstate__(self) -> dict[str, Any]:
         # The cached stages stay here: each process builds its own from the specifications.
@@ -212,7 +235,7 @@ class Pipeline:
 
         Raises:
             ConfigError: A column that nobody writes, two writers of one column, a reserved name, a cycle, no
-                source, or a credit limit smaller than one window.
+                source, two stages that filter, or a credit limit smaller than one window.
         """
         plans = self.plans
         if sum(plan.granularity == "source" for plan in plans.values()) != 1:
@@ -224,6 +247,7 @@ class Pipeline:
             raise ConfigError(
                 f"a pipeline has at most one stage with one owner, the one that trains; these are: {owners}"
             )
+        self._check_filters([plan for plan in plans.values() if plan.filters])
         for name, chosen in self.settings.items():
             if name not in plans:
                 raise ConfigError(f"settings.{name}: there is no stage {name!r}; the stages are: {', '.join(plans)}")
@@ -231,18 +255,35 @@ class Pipeline:
                 raise ConfigError(f"settings.{name}.workers: stage {name!r} has one owner; it cannot have more workers")
         self._check_credits()
 
-    def _check_credits(self) -> None:
-        if self.max_rows is not None and self.max_rows < self.rows_per_window:
+    @staticmethod
+    def _check_filters(filters: Sequence[StagePlan]) -> None:
+        if len(filters) > 1:
             raise ConfigError(
-                f"limits.max_rows: {self.max_rows} is smaller than one window's worst case of {self.rows_per_window} "
-                f"rows, so no window could ever be admitted; set it to at least {self.rows_per_window} or make windows "
-                "smaller"
+                f"a pipeline has at most one stage that filters; these are: {[plan.name for plan in filters]}; let one "
+                "of them apply both rules, or declare filters on the last of them alone"
             )
-        window_bytes = self.rows_per_window * self.bytes_per_row
-        if self.max_bytes is not None and self.max_bytes < window_bytes:
+        for plan in filters:
+            if plan.granularity in ("source", "window") or plan.expands or plan.one_owner:
+                raise ConfigError(
+                    f"stage {plan.name!r} filters, and is of granularity {plan.granularity!r}, expands or has one "
+                    "owner; a stage that filters comes before windows are whole: make it row, join, group or group_join"
+                )
+
+    def _check_credits(self) -> None:
+        most, draws, fewer = self.most_rows, "", ""
+        if self.further_draws:
+            draws, fewer = f" with {self.further_draws} further draws", ", or allow fewer further draws"
+        if self.max_rows is not None and self.max_rows < most:
             raise ConfigError(
-                f"limits.max_bytes: {self.max_bytes} is smaller than one window's worst case of {window_bytes} bytes, "
-                f"so no window could ever be admitted; set it to at least {window_bytes} or make windows smaller"
+                f"limits.max_rows: {self.max_rows} is smaller than one window's worst case of {most} rows{draws}, so "
+                f"no window could ever be admitted; set it to at least {most} or make windows smaller{fewer}"
+            )
+        most_bytes = most * self.bytes_per_row
+        if self.max_bytes is not None and self.max_bytes < most_bytes:
+            raise ConfigError(
+                f"limits.max_bytes: {self.max_bytes} is smaller than one window's worst case of {most_bytes} bytes"
+                f"{draws}, so no window could ever be admitted; set it to at least {most_bytes} or make windows "
+                f"smaller{fewer}"
             )
 
     def _sorted(self, by_name: dict[str, Stage]) -> dict[str, Stage]:
@@ -300,9 +341,8 @@ class Pipeline:
         for name, stage in self.stages.items():
             plan = self.plans[name]
             after = f" after {', '.join(plan.depends_on)}" if plan.depends_on else ""
-            lines.append(
-                f"  {name} [{stage.granularity}{' x' + str(stage.workers) if stage.workers > 1 else ''}]{after}"
-            )
+            how = stage.granularity + (f" x{stage.workers}" if stage.workers > 1 else "") + ", filters" * stage.filters
+            lines.append(f"  {name} [{how}]{after}")
             lines.append(f"      reads  {_names(stage.reads)}")
             lines.append(f"      writes {_names([column.name for column in stage.writes])}")
         return "\n".join(lines)
@@ -313,7 +353,8 @@ def _after(stage: Stage, stages: Iterable[Stage], producers: Mapping[str, str]) 
 
     It waits for the producers of what it reads, and, once sessions have rows, for the stage that makes them: a stage of
     prompt columns alone still works on sessions. The stage with one owner (update) waits for every stage that does not
-    read what it writes: a unit that a side stage drops or fails must not have been trained on before.
+    read what it writes: a unit that a side stage drops or fails must not have been trained on before. A window is whole
+    only after the stage that filters.
     """
     stages = list(stages)
     if stage.granularity == "source":
@@ -326,6 +367,8 @@ def _after(stage: Stage, stages: Iterable[Stage], producers: Mapping[str, str]) 
         after += [other.name for other in stages if other.granularity == "source"]
     else:
         after += [other.name for other in stages if other.expands]
+    if stage.granularity == "window":
+        after += [other.name for other in stages if other.filters and other is not stage]
     return tuple(dict.fromkeys(after))
 
 

@@ -127,7 +127,8 @@ def _print_check(config: RunConfig, pipeline: Pipeline) -> None:
     print("\npipeline")
     print(pipeline.render())
     staleness = f"max_staleness {pipeline.max_staleness}"
-    print(f"\n{pipeline.windows} windows of at most {pipeline.rows_per_window} rows, {staleness}")
+    most = "at most " * bool(pipeline.epochs and pipeline.further_draws)  # refilled windows use the epochs up sooner
+    print(f"\n{most}{pipeline.windows} windows of at most {pipeline.most_rows} rows, {staleness}")
     print("ok: nothing was started")
 
 
@@ -154,7 +155,7 @@ def _run(config: RunConfig, recipe: Recipe, pipeline: Pipeline, *, local: bool) 
         except RunError as error:
             raise RunError(f"{error}\nlogs: {run_dir / 'logs'}") from error
         finally:
-            console.close_ledger(pipeline.irreproducible, recipe.summarise)
+            console.close_ledger(pipeline.irreproducible, recipe.summarise, pipeline.drops_by_rule)
         console.say(f"finished in {time.monotonic() - started:.1f} s; results in {run_dir}")
     trained = status.ledger.units("trained") + status.ledger.units("completed")
     if not trained:

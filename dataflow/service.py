@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from dataflow.config import LimitsSection
 from dataflow.coordinator import Coordinator
+from dataflow.draws import Draws
 from dataflow.errors import QueueError
 from dataflow.events import (
     Acknowledged,
@@ -113,15 +114,19 @@ def coordinator_for(pipeline: Pipeline, run_id: str, settings: LimitsSection) ->
     limits = [
         limit // per_window
         for limit, per_window in (
-            (pipeline.max_rows, pipeline.rows_per_window),
-            (pipeline.max_bytes, pipeline.rows_per_window * pipeline.bytes_per_row),
+            (pipeline.max_rows, pipeline.most_rows),
+            (pipeline.max_bytes, pipeline.most_rows * pipeline.bytes_per_row),
         )
         if limit is not None and per_window
     ]
+    draws = Draws(
+        pipeline.prompts, pipeline.prompts_per_window, epochs=pipeline.epochs, max_draws=pipeline.further_draws
+    )
     return Coordinator(
         pipeline.plans,
         run_id,
         pipeline.windows,
+        draws,
         max_staleness=pipeline.max_staleness,
         max_open_windows=max(1, min(limits)) if limits else None,
         lease_s=settings.lease_s,
@@ -311,6 +316,8 @@ class CoordinatorService:
         totals = self._metrics.pop(effect.window, {})
         metrics = {name: total / weight for name, (total, weight) in totals.items() if weight}
         weights = {name: weight for name, (_, weight) in totals.items() if weight}
+        metrics |= effect.metrics
+        weights |= dict.fromkeys(effect.metrics, 1.0)
         counts = {f"{kind} {outcome}": count for (kind, outcome), count in effect.counts.items()}
         self._closed.append(WindowRecord(effect.window_index, effect.window, seconds, metrics, weights, counts))
 

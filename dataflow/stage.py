@@ -83,6 +83,8 @@ class Stage:
         loads_weights: Whether each copy holds published weights, and keeps `loaded_version` up to date: the files of a
             version stay until all have a later one.
         one_owner: No second delivery: if the worker dies or fails, the run stops (update).
+        filters: Whether groups that it drops, and those lost before it, are replaced by further prompts: the stages
+            that take a whole window, and the one with one owner, come after it. One stage of a pipeline at most.
         loaded_version: Policy version that this copy holds now.
         environment: Variables that the process needs before Python starts.
 
@@ -108,6 +110,7 @@ class Stage:
     baselines: bool = True
     loads_weights: bool = False
     one_owner: bool = False
+    filters: bool = False
     loaded_version: int = 0
     environment: Mapping[str, str] = {}
 

@@ -363,7 +363,8 @@ class Worker:
     # ---- source -------------------------------------------------------------------------------------
 
     async def _fill(self, claim: Claim) -> None:
-        batch = Batch({}, (), (), claim.window, claim.window_index)
+        assert claim.draw is not None
+        batch = Batch({}, (), (), claim.window, claim.window_index, draw=claim.draw)
         columns = await self._process(batch, claim.deadline_s)
         count = len(columns["uid"])
         prompts: list[Prompt] = []
@@ -382,7 +383,9 @@ class Worker:
             with self._calling_queue("write", len(keys), claim.window):
                 await asyncio.to_thread(self._queue.put, claim.window, places, arrays)
             self._journal.rows(claim.window, keys, places, arrays)
-        admitted = Admitted(self.name, claim.id, claim.window_index, claim.delivery, tuple(prompts), 0.0)
+        admitted = Admitted(
+            self.name, claim.id, claim.window_index, claim.draw.number, claim.delivery, tuple(prompts), 0.0
+        )
         await self._control.report([admitted], batch.metrics, claim.window)
 
     # ---- reading ------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ CATALOG: tuple[Column, ...] = (
     Column("prompt_id", pa.string(), "Stable id of the prompt in its data set.", producer="source"),
     Column("epoch", pa.int32(), "How often the data set was read before this draw.", "passes", producer="source"),
     Column("window", pa.string(), "Name of the window (the partition).", producer="source"),
+    Column("draw", pa.int32(), "Which draw of its window the prompt came with; those after 0 replace lost groups.",
+           producer="source"),
     Column("__rollout_n__", pa.int32(), "How many sessions the prompt row asks for.", "sessions", producer="source"),
     Column("__do_sample__", pa.bool_(), "False asks for greedy decoding.", producer="source"),
     Column("prompt", pa.string(), "The prompt: plain text, or messages as JSON text.", producer="source"),
@@ -56,7 +58,11 @@ CATALOG: tuple[Column, ...] = (
            "nats", "[T]", nullable=True, producer="ref_log_probs"),
     Column("values", FLOATS, "What the critic expects of the return from each token on.",
            shape="[T]", nullable=True, producer="values"),
-    # Baseline join, advantage, update.
+    Column("sum_pi_squared", FLOATS, "Sum over the vocabulary of the squared probabilities at each token.",
+           shape="[T]", nullable=True, producer="sum_pi_squared"),
+    # Filter, baseline join, advantage, update.
+    Column("group_spread", pa.float32(), "Largest minus smallest of what the filter compared in the group.",
+           producer="filter_groups"),
     Column("baseline", pa.float32(), "Total return of the uid's greedy session, or what stood in for it.",
            producer="baseline_join"),
     Column("baseline_source", pa.string(),

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dataflow.batch import Batch, Unit
 from dataflow.errors import Drop, RunError
 from dataflow.stage import Stage, StageConfig, StageContext, import_object
 from schemas.catalog import columns
+from stages.algorithms.catalog import KL_KINDS
 from stages.algorithms.returns import place_rewards, session_return
 from stages.estimators import RewardKeys, check_reward_keys, resolve, weights_of
+from stages.names import known
 from stages.return_mean import RunningMeans
 
 TOKEN_COLUMNS = {
@@ -25,6 +27,20 @@ TOKEN_COLUMNS = {
     "values": "values",
 }
 """Input of an estimator -> the column that it is read from."""
+
+
+class KlInRewardConfig(StageConfig):
+    """A penalty on the distance to the initial policy, as a part of the reward of each token."""
+
+    coef: float = Field(0.001, gt=0)
+    """Coefficient."""
+    kind: str = "k1"
+    """Estimate of the KL: k1, abs, k2 or k3."""
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, value: str) -> str:
+        return known(value, [kind for kind in KL_KINDS if not kind.endswith("+")], "kinds of KL in the reward")
 
 
 class AdvantageConfig(StageConfig):
@@ -41,6 +57,10 @@ class AdvantageConfig(StageConfig):
     max_staleness: int = 0
     """How many of the windows before one may not be trained on yet when it is filled; the running mean leaves them
     out."""
+    kl_in_reward: KlInRewardConfig | None = None
+    """Penalty on the distance to the initial policy, in the reward of each token; a baseline is of the task alone."""
+    filtered: bool = False
+    """Whether groups are filtered before; see `stages.filter_groups`."""
 
     @model_validator(mode="after")
     def _fits_the_estimator(self) -> AdvantageConfig:
@@ -89,7 +109,9 @@ class Advantage(Stage):
             *(("baseline",) if needs.greedy_baseline else ()),
             *(("data_source",) if needs.running_mean else ()),
             *(("reward_info",) if "components" in needs.inputs else ()),
-            *(column for name, column in TOKEN_COLUMNS.items() if name in needs.inputs),
+            *(column for name, column in TOKEN_COLUMNS.items() if name in self._token_inputs()),
+            # Not looked at: what the filter drops must be gone before it costs anything.
+            *(("group_spread",) if config.filtered else ()),
         )
 
     def setup(self, context: StageContext) -> None:
@@ -140,7 +162,7 @@ class Advantage(Stage):
             "valid": torch.tensor([one.valid for one in sessions]),
         }
         for name, column in TOKEN_COLUMNS.items():
-            if name in needs.inputs:
+            if name in self._token_inputs():
                 inputs[name] = _padded([_tokens(batch, column, one) for one in sessions])
         if "baseline" in needs.inputs:
             inputs["baseline"] = torch.tensor(self._baselines(batch, sessions), dtype=torch.float32)
@@ -149,7 +171,13 @@ class Advantage(Stage):
             found = [[_component(batch, key, one) for key in weights] for one in sessions]
             inputs["components"] = torch.tensor(found, dtype=torch.float32)
             inputs["weights"] = torch.tensor(list(weights.values()), dtype=torch.float32)
+        if self.config.kl_in_reward is not None:
+            inputs["token_rewards"] = _with_kl(batch, self.config.kl_in_reward, inputs)
         return inputs
+
+    def _token_inputs(self) -> set[str]:
+        """Inputs of the estimator, and of the KL penalty."""
+        return {*self._needs.inputs, *(("log_probs", "ref_log_probs") if self.config.kl_in_reward else ())}
 
     def _baselines(self, batch: Batch, sessions: Sequence[_Session]) -> list[float]:
         """What the join found; or the running mean over the windows that are surely trained on, 0 before the first."""
@@ -241,3 +269,14 @@ def _padded(arrays: Sequence[np.ndarray[Any, Any]]) -> Any:
     for row, array in enumerate(arrays):
         stacked[row, : len(array)] = array
     return torch.from_numpy(stacked)
+
+
+def _with_kl(batch: Batch, config: KlInRewardConfig, inputs: Mapping[str, Any]) -> Any:
+    """Token rewards less the penalty, ``r_t - coef KL_t`` on policy tokens."""
+    from stages.algorithms.kl import kl_penalty
+
+    tensors = {name: inputs[name] for name in ("log_probs", "ref_log_probs", "mask")}
+    kl = kl_penalty(config.kind, **tensors)
+    if tokens := float(inputs["mask"].sum()):
+        batch.report({"reward/kl": float(kl.sum()) / tokens}, tokens)
+    return inputs["token_rewards"] - config.coef * kl

@@ -11,23 +11,27 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from dataflow.config import Recipe, RunConfig, Section
+from dataflow.draws import windows_per_epoch
 from dataflow.errors import ConfigError
 from dataflow.pipeline import Pipeline, StageSpec
 from schemas.prompts import PromptColumns, PromptFileError, check_prompts
+from stages.advantage import KlInRewardConfig
+from stages.algorithms.catalog import ESTIMATORS
 from stages.algorithms.fallback import OF_SIBLINGS
 from stages.baseline_join import MissingBaselineConfig
 from stages.datasets import prompts_path
 from stages.estimators import RewardKeys, check_reward_keys, resolve
+from stages.filter_groups import BY_RULE, FilterConfig
 from stages.models import MODELS, fetch_model, resolve_model
 from stages.names import known
-from stages.reward import RewardConfig
+from stages.reward import TASK_REWARD, GradingConfig, OverlongConfig
 from stages.rewards import resolve as resolve_reward
 from stages.rollout import ENGINES, SamplingConfig
-from stages.source import PromptConfig, windows_per_epoch
+from stages.source import PromptConfig
 from stages.summary import summarise
-from stages.training import TrainingConfig
+from stages.training import CriticConfig, TrainingConfig
 
-TOKEN_BYTES = 4 + 1 + 4 + 4 + 4  # response id, mask, log-probability, advantage, return
+TOKEN_BYTES = 4 + 1 + 4 * 6  # response id, mask, three log-probabilities or values, advantage, return, and one to spare
 ROW_BYTES = 2048  # keys, texts and scalars of one row, generously
 
 
@@ -36,6 +40,8 @@ class DataSection(PromptConfig, Section):
 
     train: str | list[str] = "tiny"
     """Prompt files (.parquet, .jsonl), or a built-in data set: `tiny`, `arithmetic`."""
+    prompts_per_window: int = Field(32, ge=1)
+    """Prompts per update; without refilling (filter), the last window of an epoch may have fewer."""
 
 
 class ModelSection(Section):
@@ -64,8 +70,24 @@ class RolloutSection(SamplingConfig, Section):
     """Failures of one session before it is given up."""
 
 
-class RewardSection(RewardConfig, Section):
+class OverlongSection(OverlongConfig, Section):
+    """The penalty on responses that come near the limit of their length."""
+
+
+class RewardSection(GradingConfig, Section):
     """The reward."""
+
+    overlong: OverlongSection | None = None
+    """Takes a penalty from the rewards of responses that come near the limit of their length; none is off."""
+
+
+class FilterSection(FilterConfig, Section):
+    """Which groups are trained on, and how often a window is refilled in their place."""
+
+    groups: bool = False
+    """Leave out prompts whose sessions all came to the same, which teach a group estimator nothing."""
+    max_draws: int = Field(3, ge=0)
+    """Most further draws of prompts for a window, in place of groups that were left out or lost."""
 
 
 class BaselineSection(MissingBaselineConfig, Section):
@@ -80,6 +102,10 @@ class UpdateSection(TrainingConfig, Section):
 
     deadline_s: float = Field(3600.0, gt=0)
     """Longest time of one update, in seconds."""
+
+
+class CriticSection(CriticConfig, Section):
+    """The critic, for estimators that need values."""
 
 
 class RLConfig(RunConfig):
@@ -105,8 +131,12 @@ class RLConfig(RunConfig):
     model: ModelSection = ModelSection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
+    filter: FilterSection = FilterSection()
     baseline: BaselineSection = BaselineSection()
     update: UpdateSection = UpdateSection()
+    critic: CriticSection = CriticSection()
+    kl_in_reward: KlInRewardConfig | None = None
+    """Penalty on the distance to the initial policy, in the reward of each token: {coef, kind}."""
 
     @field_validator("estimator")
     @classmethod
@@ -136,6 +166,19 @@ class RLConfig(RunConfig):
             raise ValueError(
                 f"estimator {self.estimator!r} compares at least {needs.min_group} sessions of a prompt, but rollout.n "
                 f"is {self.rollout.n}; every advantage would be 0. Raise rollout.n, or use remax or reinforce"
+            )
+        overlong, longest = self.reward.overlong, self.rollout.max_tokens
+        if overlong is not None and overlong.buffer_tokens > longest:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens: {overlong.buffer_tokens} is more than rollout.max_tokens, {longest}, "
+                "so that every response would be penalised; make it smaller"
+            )
+        if self.filter.groups and needs.granularity != "group":
+            fit = ", ".join(name for name, other in ESTIMATORS.items() if other.granularity == "group")
+            raise ValueError(
+                f"filter.groups leaves out prompts whose sessions all have the same return, but estimator "
+                f"{self.estimator!r} learns from them: it does not compare within the group alone. Remove that line, "
+                f"or choose one of: {fit}"
             )
         alone = [policy for policy in self.baseline.on_missing if policy in OF_SIBLINGS and self.rollout.n < 2]
         if needs.greedy_baseline and alone:
@@ -171,18 +214,24 @@ def build(config: RLConfig) -> Pipeline:
         raise ConfigError(str(error)) from error
     resolve_reward(config.reward.function, config.reward.options)
     per_epoch = windows_per_epoch(summary.rows, config.data.prompts_per_window)
-    sessions = min(config.data.prompts_per_window, summary.rows) * (config.rollout.n + config.greedy)
+    drawn = min(config.data.prompts_per_window, summary.rows)
+    rows = 1 + config.rollout.n + 2 * config.greedy  # of a prompt: its own, its sessions', and both of the greedy one
     tokens = config.data.max_prompt_tokens + config.rollout.max_tokens
     return Pipeline(
-        specs=(*_stages(config, files), *config.own_stages()),
+        specs=(*_stages(config, files, summary.rows), *config.own_stages()),
         windows=config.windows or per_epoch * config.epochs,
-        rows_per_window=sessions + min(config.data.prompts_per_window, summary.rows) * (1 + config.greedy),
+        rows_per_window=drawn * rows,
         bytes_per_row=ROW_BYTES + TOKEN_BYTES * tokens,
         max_staleness=config.max_staleness,
         max_rows=config.limits.max_rows,
         max_bytes=config.limits.max_bytes,
         settings=config.changes(),
         irreproducible=_irreproducible(config),
+        drops_by_rule=BY_RULE,
+        prompts=summary.rows,
+        prompts_per_window=config.data.prompts_per_window,
+        epochs=None if config.windows else config.epochs,
+        max_draws=config.filter.max_draws,
     )
 
 
@@ -190,6 +239,9 @@ def _irreproducible(config: RLConfig) -> str:
     """The first setting under which a second run may differ in its last bits; see docs/model.md."""
     alone = config.engine == "vllm" or (config.engine == "hf" and config.rollout.max_sequences == 1)
     causes = {
+        f"max_staleness is {config.max_staleness}, so that timing decides which prompts refill a window": (
+            config.max_staleness > 0 and config.filter.groups and config.filter.max_draws > 0
+        ),
         f"max_staleness is {config.max_staleness}": config.max_staleness > 0,
         f"model.device is {config.model.device}": config.model.device != "cpu",
         f"model.dtype is {config.model.dtype}": config.model.dtype != "float32",
@@ -204,7 +256,7 @@ def _prompt_files(config: RLConfig) -> list[str]:
     return [str(prompts_path(name)) for name in names]
 
 
-def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
+def _stages(config: RLConfig, files: list[str], prompts: int) -> list[StageSpec]:
     model = resolve_model(config.model.path)
     needs = resolve(config.estimator)
     data, rollout = config.data, config.rollout
@@ -214,9 +266,10 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             "stages.source:Source",
             files=files,
             model=model,
+            prompts=prompts,
             rollout_n=rollout.n,
             greedy_baseline=config.greedy,
-            **data.model_dump(exclude={"train"}),
+            **data.model_dump(include=set(PromptConfig.model_fields)),
         ),
         _spec(
             "rollout",
@@ -235,7 +288,7 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             colocate=config.colocate,
             **rollout.model_dump(include=set(SamplingConfig.model_fields)),
         ),
-        _spec("reward", "stages.reward:Reward", **config.reward.model_dump()),
+        _spec("reward", "stages.reward:Reward", **config.reward.model_dump(), max_tokens=rollout.max_tokens),
         _spec(
             "advantage",
             "stages.advantage:Advantage",
@@ -244,6 +297,8 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
             reward_keys=config.reward_keys,
             ema_decay=config.baseline.ema_decay,
             max_staleness=config.max_staleness,
+            filtered=config.filter.groups,
+            kl_in_reward=config.kl_in_reward and config.kl_in_reward.model_dump(),
         ),
         _spec(
             "update",
@@ -255,13 +310,23 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
                 "device": config.model.device,
                 "temperature": rollout.temperature,
                 "horizon": rollout.max_tokens,
+                "seed": config.run.seed,
                 **config.update.model_dump(exclude={"deadline_s"}),
             },
+            critic=config.critic.model_dump() if "values" in needs.inputs else None,
             save_model=config.run.save_model,
             gpu_share=config.model.gpu_share,
             colocate=config.colocate,
         ),
+        *_scores(config, model),
     ]
+    if config.filter.groups:
+        rule = config.filter.model_dump(include=set(FilterConfig.model_fields))
+        if rule["by"] is None and config.reward.overlong is not None:
+            rule["by"] = TASK_REWARD
+        specs.insert(
+            3, _spec("filter_groups", "stages.filter_groups:FilterGroups", {"min_group": needs.min_group}, **rule)
+        )
     if needs.greedy_baseline:
         join = _spec(
             "baseline_join",
@@ -274,6 +339,27 @@ def _stages(config: RLConfig, files: list[str]) -> list[StageSpec]:
     if needs.running_mean or (needs.greedy_baseline and "ema" in config.baseline.on_missing):
         specs.append(_spec("return_mean", "stages.return_mean:ReturnMean"))
     return specs
+
+
+def _scores(config: RLConfig, model: str) -> list[StageSpec]:
+    """The stages that look at responses with a model of their own, as far as the estimator or the loss needs them."""
+    inputs, update = resolve(config.estimator).inputs, config.update
+    reference = "ref_log_probs" in inputs or config.kl_in_reward or (update.kl_loss and update.lora is None)
+    wanted = {
+        "ref_log_probs": ("stages.scores:RefLogProbs", reference),
+        "values": ("stages.scores:Values", "values" in inputs),
+        "sum_pi_squared": ("stages.scores:SumPiSquared", "sum_pi_squared" in inputs),
+    }
+    options: dict[str, Any] = {
+        "model": model,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "gpu_share": config.model.gpu_share,
+        "micro_batch_tokens": update.micro_batch_tokens,
+        "temperature": config.rollout.temperature,
+        "threads": update.threads,
+    }
+    return [_spec(name, use, **options) for name, (use, needed) in wanted.items() if needed]
 
 
 def _spec(name: str, use: str, settings: dict[str, Any] | None = None, **options: Any) -> StageSpec:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from dataflow.batch import Batch, Unit
@@ -18,6 +19,7 @@ from schemas.catalog import columns
 from stages.rewards.base import Scored
 from stages.rewards.child import MEMORY_MIB, Child, Row
 from stages.rewards.extract import NO_ANSWER
+from stages.rewards.length import SoftOverlongPenalty
 
 _SHARES = 4
 """Parts of a batch for each process: more would even out slow rows better, fewer cost less."""
@@ -25,8 +27,21 @@ _FRESH_S = 10.0
 """Allowance for a new process after one was ended, in seconds."""
 
 
-class RewardConfig(StageConfig):
-    """Options of the reward."""
+TASK_REWARD = "task_reward"
+"""Where reward_info keeps the reward as the function gave it, when a penalty was added."""
+
+
+class OverlongConfig(StageConfig):
+    """A penalty on responses that come near the limit of their length, as DAPO has it (arXiv 2503.14476, eq. 13)."""
+
+    buffer_tokens: int = Field(ge=1)
+    """Tokens before rollout.max_tokens over which the penalty grows from 0 to the whole."""
+    penalty: float = Field(1.0, ge=0, allow_inf_nan=False)
+    """The whole penalty, taken from the reward of a response of full length."""
+
+
+class GradingConfig(StageConfig):
+    """What a user sets of the reward."""
 
     function: str = "exact_match"
     """A built-in name or an import path, `package.module:name` or `file.py:name`."""
@@ -40,20 +55,48 @@ class RewardConfig(StageConfig):
     """Processes that grade at the same time."""
     memory_mib: int = Field(MEMORY_MIB, ge=256)
     """Most memory of each of these processes, in MiB; beyond it the function sees a MemoryError."""
+    overlong: OverlongConfig | None = None
+    """Takes a penalty from the rewards of responses that come near the limit of their length; none is off."""
+
+
+class RewardConfig(GradingConfig):
+    """Options of the reward."""
+
+    max_tokens: int = Field(64, ge=1)
+    """Longest response, in tokens."""
+
+    @property
+    def length_penalty(self) -> SoftOverlongPenalty | None:
+        """The penalty of a response by its length; None if there is none."""
+        if self.overlong is None:
+            return None
+        return SoftOverlongPenalty(self.max_tokens, self.overlong.buffer_tokens, self.overlong.penalty)
 
 
 class Reward(Stage):
-    """Applies the reward function to every row, sampled and greedy alike, in processes that can be killed."""
+    """Applies the reward function to every row, sampled and greedy alike, in processes that can be killed.
+
+    A penalty on length is added to what the function gave, on both sides as well, so that a greedy baseline is made of
+    the same parts as the returns that it is subtracted from.
+    """
 
     Config = RewardConfig
     name = "reward"
-    reads = ("response_text", "ground_truth", "prompt", "data_source", "extra")
     writes = columns("reward", "reward_semantics", "token_rewards", "reward_status", "reward_info")
     batch_rows = 128
     config: RewardConfig
 
     def __init__(self, config: RewardConfig) -> None:
         super().__init__(config)
+        self._penalty = config.length_penalty
+        self.reads = (
+            "response_text",
+            "ground_truth",
+            "prompt",
+            "data_source",
+            "extra",
+            *(("response_mask",) if self._penalty else ()),
+        )
         # Every row of a claim may take its whole time: the deadline is for what the timeouts do not see.
         slowest = math.ceil(self.batch_rows / config.processes) * (config.timeout_s + _FRESH_S)
         self.deadline_s = max(Stage.deadline_s, slowest)
@@ -85,7 +128,7 @@ class Reward(Stage):
         by_row = iter(self._grade([self._row(batch, row) for rows in graded for row in rows]))
         scored: list[Scored] = []
         for (unit, rows), places in zip(sessions, graded, strict=True):
-            own = [next(by_row) for _ in places]
+            own = [self._shaped(next(by_row), batch, row) for row in places]
             self._report(batch, unit, own)
             scored += own * (rows.stop - rows.start) if self._once else own
         return {
@@ -116,6 +159,14 @@ class Reward(Stage):
             "extra": json.loads(batch["extra"][row]),
         }
         return batch["response_text"][row], None if truth is None else json.loads(truth), context
+
+    def _shaped(self, scored: Scored, batch: Batch, row: int) -> Scored:
+        """The reward of a row with the penalty for its length, in policy tokens, and both of them in its info."""
+        if self._penalty is None or scored.reward is None:
+            return scored
+        penalty = self._penalty(int(np.count_nonzero(batch["response_mask"][row])))
+        info = {**scored.info, TASK_REWARD: scored.reward, "overlong_penalty": penalty}
+        return Scored(scored.reward + penalty, scored.status, info)
 
     def _grade(self, rows: Sequence[Row]) -> list[Scored]:
         """Grade rows: each process takes the next few when it is free. The result is in the order of the rows."""

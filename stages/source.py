@@ -30,8 +30,6 @@ class PromptConfig(StageConfig):
     """What your files call the columns prompt, ground_truth, prompt_id and data_source."""
     require_ground_truth: bool = True
     """Refuse prompts without a right answer; set it to false for rewards that need none."""
-    prompts_per_window: int = Field(32, ge=1)
-    """Prompts per update; the last window of an epoch may have fewer."""
     max_prompt_tokens: int = Field(256, ge=1)
     """Longest prompt, in tokens."""
     overlong: Literal["drop", "cut_left", "cut_right", "error"] = "drop"
@@ -47,6 +45,8 @@ class SourceConfig(PromptConfig):
     """Prompt files, .parquet or .jsonl."""
     model: str
     """Model whose tokenizer and chat template are used: a directory, or a hub id that is on this machine."""
+    prompts: int
+    """How many prompts the files have."""
     rollout_n: int
     """Sampled sessions per prompt."""
     greedy_baseline: bool
@@ -54,7 +54,7 @@ class SourceConfig(PromptConfig):
 
 
 class Source(Stage):
-    """Writes the prompt rows of window k: the k-th slice of an epoch's order, whoever asks and however often.
+    """Writes the prompt rows of a draw: a slice of an epoch's order, whoever asks and however often.
 
     An estimator that wants a greedy baseline gets a second prompt row per uid in the same put, so that sampled and
     greedy sessions go through one rollout stage in one batch.
@@ -68,6 +68,7 @@ class Source(Stage):
         "prompt_id",
         "epoch",
         "window",
+        "draw",
         "__rollout_n__",
         "__do_sample__",
         "prompt",
@@ -82,7 +83,7 @@ class Source(Stage):
         """Read the prompts and the tokenizer.
 
         Raises:
-            ConfigError: If a prompt file is wrong, or a prompt is too long and `overlong` is "error".
+            ConfigError: If a prompt file is wrong or has changed, or a prompt is too long and `overlong` is "error".
         """
         self._seed = context.seed
         try:
@@ -95,6 +96,11 @@ class Source(Stage):
             )
         except PromptFileError as error:
             raise ConfigError(str(error)) from error
+        if len(self._records) != self.config.prompts:
+            raise ConfigError(
+                f"data.train: {', '.join(self.config.files)} had {self.config.prompts} prompts when the run was "
+                f"checked, and {len(self._records)} now; start it again"
+            )
         self._tokenizer = load_tokenizer(local_model(self.config.model))
         if not getattr(self._tokenizer, "chat_template", None):
             for row, record in enumerate(self._records):
@@ -108,17 +114,19 @@ class Source(Stage):
                 self._encode(record, row)
 
     def process(self, batch: Batch) -> Mapping[str, Sequence[Any]]:
-        """Make the prompt rows of the batch's window. Rows with a `Drop` are counted, not written."""
-        epoch, chosen = self._chosen(batch.window_index)
+        """Make the prompt rows of the batch's draw. Rows with a `Drop` are counted, not written."""
+        draw = batch.draw
+        assert draw is not None
         rows: dict[str, list[Any]] = {column.name: [] for column in self.writes}
-        for index in chosen:
+        for index in self._order(draw.epoch)[draw.first : draw.first + draw.count]:
             record = self._records[index]
             ids = self._encode(record, index)
             for sample in (True, False) if self.config.greedy_baseline else (True,):
-                rows["uid"].append(f"{epoch}-{record.prompt_id}")
+                rows["uid"].append(f"{draw.epoch}-{record.prompt_id}")
                 rows["prompt_id"].append(record.prompt_id)
-                rows["epoch"].append(epoch)
+                rows["epoch"].append(draw.epoch)
                 rows["window"].append(batch.window)
+                rows["draw"].append(draw.number)
                 rows["__rollout_n__"].append(self.config.rollout_n if sample else 1)
                 rows["__do_sample__"].append(sample)
                 prompt = record.prompt
@@ -129,15 +137,12 @@ class Source(Stage):
                 rows["extra"].append(record.extra)
         return rows
 
-    def _chosen(self, window: int) -> tuple[int, list[int]]:
-        """The epoch and the prompts of a window. Windows never span epochs."""
-        total, size = len(self._records), self.config.prompts_per_window
-        per_epoch = windows_per_epoch(total, size)
-        epoch, place = divmod(window, per_epoch)
-        order = np.arange(total)
-        if self.config.shuffle:
-            order = np.random.default_rng([self._seed, epoch]).permutation(total)
-        return epoch, [int(index) for index in order[place * size : (place + 1) * size]]
+    def _order(self, epoch: int) -> list[int]:
+        """The prompts in the order of an epoch."""
+        total = len(self._records)
+        if not self.config.shuffle:
+            return list(range(total))
+        return [int(index) for index in np.random.default_rng([self._seed, epoch]).permutation(total)]
 
     def _encode(self, record: PromptRecord, row: int) -> list[int] | Drop:
         ids = prompt_ids(self._tokenizer, record.prompt)
@@ -155,8 +160,3 @@ class Source(Stage):
             )
         log.warning("prompt dropped row=%d id=%s tokens=%d limit=%d", row, record.prompt_id, len(ids), limit)
         return Drop(TOO_LONG)
-
-
-def windows_per_epoch(prompts: int, prompts_per_window: int) -> int:
-    """How many windows one pass over the data makes; the last may be short."""
-    return -(-prompts // prompts_per_window)

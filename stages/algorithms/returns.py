@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Semantics = Literal["trajectory", "step", "token"]
 """How the rewards of a session's turns make up its return; see `place_rewards`."""
+ROUNDINGS = 8  # Values that differ by less than this many roundings of their parts are equal.
 
 
 def place_rewards(
@@ -76,6 +77,22 @@ def session_return(
     reward that counts is unknown.
     """
     return float(place_rewards(rewards, semantics, masks, token_rewards).sum(dtype=np.float64))
+
+
+def beyond_rounding(spread: Any, size: Any, eps: float) -> Any:
+    """Whether returns are apart by more than the rounding of their sums.
+
+    The rounding of a sum is bounded by the size of its parts, not by that of the sum.
+
+    Args:
+        spread: Largest minus smallest return of a group; a number, or a tensor of them.
+        size: Largest sum of the absolute parts of one of these returns, of the same shape.
+        eps: Machine epsilon of the parts' dtype.
+
+    Returns:
+        A bool, or a tensor of them.
+    """
+    return spread > ROUNDINGS * eps * size
 
 
 def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -28,9 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from stages.algorithms.returns import ROUNDINGS
+
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
-ROUNDINGS = 8  # Values that differ by less than this many roundings of their parts are equal.
 
 
 class Advantages(NamedTuple):

@@ -70,6 +70,23 @@ def grpo(min_group: int = 2) -> dict[str, StagePlan]:
     )
 
 
+def dapo() -> dict[str, StagePlan]:
+    return plans(
+        source(max_attempts=2),
+        rollout(),
+        reward(),
+        StagePlan("filter", ("reward",), "group", min_group=2, filters=True),
+        StagePlan("advantage", ("filter",), "group", min_group=2),
+        update("advantage", "filter", "rollout"),
+    )
+
+
+def admitted(worker: str, claim: Claim, *prompts: Prompt, now: float = 0.0) -> Admitted:
+    """What a source says that wrote these prompts for its claim."""
+    assert claim.draw is not None
+    return Admitted(worker, claim.id, claim.window_index, claim.draw.number, claim.delivery, prompts, now)
+
+
 @dataclass
 class Drive:
     """A coordinator, a clock that stands still unless told, and a record of every effect."""
@@ -112,7 +129,7 @@ class Drive:
 
     def admit(self, *prompts: Prompt, worker: str = "source-0") -> list[Effect]:
         claim = self.claim(worker)
-        return self.send(Admitted(worker, claim.id, claim.window_index, claim.delivery, tuple(prompts), self.now))
+        return self.send(admitted(worker, claim, *prompts, now=self.now))
 
     def acknowledge(self, worker: str, claim: Claim, units: Iterable[str] | None = None, rows: int = 1) -> list[Effect]:
         """Acknowledge the given units of a claim, or all of them, one at a time."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from dataflow.batch import prompt_key
+from dataflow.draws import Draw
 from dataflow.events import (
     ATTEMPT_FAILED,
     Acknowledged,
@@ -40,6 +41,7 @@ UPDATE = "update"
 LEASE_S = 60.0
 MIN_GROUP = 2
 DROPPED = "dropped: a rule"
+PROMPTS, PER_WINDOW, MAX_DRAWS = 7, 2, 2
 LOOK_EVERY = 16
 """Events between two looks at the whole of the state, which costs more than an event does."""
 
@@ -75,6 +77,12 @@ class Job:
         return self.claim.id in holding.claims or self.request in holding.asking or self.request > holding.latest
 
 
+def filling(claim: Claim) -> str:
+    """What the source works on: a draw of a window."""
+    assert claim.draw is not None
+    return f"{claim.window}+{claim.draw.number}"
+
+
 class Promises:
     """The model. `before` and `after` are called around every call of the coordinator."""
 
@@ -96,6 +104,9 @@ class Promises:
         self._outcomes: dict[str, str] = {}
         self._settled: Counter[str] = Counter()
         self._opened: list[str] = []
+        self._draws: dict[str, list[Draw]] = {}
+        self._drawn: set[tuple[int, int]] = set()
+        self._admitted_as: dict[str, str] = {}
         self._training: set[str] = set()
         self._trained: set[str] = set()
         self._closed: list[WindowClosed] = []
@@ -155,11 +166,13 @@ class Promises:
     def _admitted(self, event: Admitted) -> None:
         job = self.jobs[event.claim]
         job.unheard.clear()
-        window = job.claim.window
-        if self._accepted.setdefault(("source", window), event.delivery) != event.delivery or window in self._members:
+        window, draw = job.claim.window, filling(job.claim)
+        if ("source", draw) in self._accepted:
             return
-        self._members[window] = set()
+        self._accepted["source", draw] = event.delivery
+        self._members.setdefault(window, set())
         for prompt in event.prompts:
+            self._admitted_as[prompt.uid] = draw
             key = prompt_key(window, prompt.uid, is_baseline=prompt.is_baseline)
             names = {f"{key}/{session}" for session in range(prompt.sessions)}
             self._members.setdefault(prompt.uid, set()).update(names)
@@ -174,15 +187,16 @@ class Promises:
             job.deadline = max(job.deadline, self._world.now + self._plans[job.claim.stage].deadline_s)
         else:
             self._world.happened["report of a lost claim"] += 1
-        if isinstance(event, Failed) and event.retry and job.counts and event.unit in job.unheard:
-            job.retried.add(event.unit)
-        if isinstance(event, Failed) and job.claim.stage == "source" and event.unit in job.unheard:
-            self._source_failures[event.unit] += 1
-            if self._source_failures[event.unit] >= self._plans["source"].max_attempts:
+        name = filling(job.claim) if job.claim.stage == "source" else event.unit
+        if isinstance(event, Failed) and event.retry and job.counts and name in job.unheard:
+            job.retried.add(name)
+        if isinstance(event, Failed) and job.claim.stage == "source" and name in job.unheard:
+            self._source_failures[name] += 1
+            if self._source_failures[name] >= self._plans["source"].max_attempts:
                 self._may_halt.add("could not fill window")
         if isinstance(event, Failed) and self._plans[job.claim.stage].one_owner:
             self._may_halt.add("failed on")
-        job.unheard.discard(event.unit)
+        job.unheard.discard(name)
 
     def _time_passed(self) -> None:
         now = self._world.now
@@ -225,12 +239,14 @@ class Promises:
             elif isinstance(effect, WindowClosed):
                 assert effect.window not in [closed.window for closed in self._closed], "closed twice"
                 self._closed.append(effect)
+                self._check_filled(effect.window)
+                assert effect.metrics.get("refill/draws", 0) == len(self._draws[effect.window]) - 1
             elif isinstance(effect, Unused):
                 self._check_unused(effect.window, at_once=any(isinstance(other, WindowClosed) for other in effects))
             elif isinstance(effect, Halt):
                 assert any(cause in effect.reason for cause in self._may_halt), effect.reason
             elif isinstance(effect, Finished):
-                assert len(self._closed) == self._world.coordinator.windows
+                assert len(self._closed) == self._world.coordinator.windows or self._all_drawn
         self._check_counts()
         if any(isinstance(event, Tick) for event in events):
             self._check_overdue()
@@ -248,7 +264,7 @@ class Promises:
             return
         assert hand.name not in self._world.coordinator.silent(), "work for a worker that sends no heartbeat"
         self._check_device(hand)
-        names = [unit.unit.id for unit in claim.units] or [claim.window]
+        names = [unit.unit.id for unit in claim.units] or [filling(claim)]
         job = Job(
             hand.name,
             self._world.tickets[grant.ticket][1],
@@ -290,7 +306,7 @@ class Promises:
             assert name not in self._outcomes, f"{name} has left: {self._outcomes[name]}"
             self._holder[place] = job
         for unit, delivery in [(unit.unit.id, unit.delivery) for unit in job.claim.units] or [
-            (job.claim.window, job.claim.delivery)
+            (names[0], job.claim.delivery)
         ]:
             address = (stage, unit, delivery)
             assert address not in self._granted, f"{address} was granted before"
@@ -304,6 +320,8 @@ class Promises:
             self._training.add(job.claim.window)
         if job.claim.window not in self._opened:
             self._check_admission(job.claim)
+        if job.claim.draw is not None:
+            self._check_draw(job.claim, job.claim.draw)
 
     def _check_admission(self, claim: Claim) -> None:
         """A window is opened in its turn, within the bounds of staleness and credits."""
@@ -311,10 +329,52 @@ class Promises:
         self._opened.append(claim.window)
         for window in self._opened[: max(0, claim.window_index - self._world.staleness)]:
             units = self._members[window]
-            left = all(name in self._outcomes for name in units if "#greedy" not in name)
+            left = all(name in self._outcomes for name in units if "#greedy" not in name) and self._all_admitted(window)
             assert window in self._trained or left, f"{claim.window} would be too stale beside {window}"
         if self._world.credits is not None:
             assert len(self._opened) - len(self._closed) <= self._world.credits
+
+    def _check_draw(self, claim: Claim, draw: Draw) -> None:
+        """No prompt is drawn twice; a window draws again only for groups that its filter, or a loss before, took."""
+        made = self._draws.setdefault(claim.window, [])
+        if claim.delivery:
+            assert made[draw.number] == draw, "another draw under the same number"
+            self._world.happened["refill granted again"] += draw.number > 0
+            return
+        assert draw.number == len(made)
+        prompts = {(draw.epoch, draw.first + number) for number in range(draw.count)}
+        assert not prompts & self._drawn, "a prompt was drawn twice"
+        assert self._world.epochs is None or draw.epoch < self._world.epochs
+        if draw.number:
+            assert draw.number <= self._world.max_draws
+            assert self._all_admitted(claim.window)
+            for name in self._members[claim.window]:
+                assert ("filter", name) in self._accepted or name in self._outcomes, f"{name} is still to be filtered"
+            assert 0 < draw.count <= PER_WINDOW - self._survivors(claim.window)
+            self._world.happened["refilled"] += 1
+        self._drawn |= prompts
+        made.append(draw)
+
+    def _all_admitted(self, window: str) -> bool:
+        return all(("source", f"{window}+{draw.number}") in self._accepted for draw in self._draws[window])
+
+    def _survivors(self, window: str) -> int:
+        passed = {name for name in self._members[window] if ("filter", name) in self._accepted}
+        return len({name.rpartition("/")[0] for name in passed if name not in self._outcomes})
+
+    @property
+    def _all_drawn(self) -> bool:
+        return self._world.epochs is not None and len(self._drawn) == self._world.epochs * PROMPTS
+
+    def _check_filled(self, window: str) -> None:
+        """A window that is given out or closed is filled: it has its groups, or cannot have more."""
+        assert self._all_admitted(window), "a draw is outstanding"
+        if not self._world.max_draws:
+            return
+        passed = {name.rpartition("/")[0] for name in self._members[window] if ("filter", name) in self._accepted}
+        used_up = len(self._draws[window]) > self._world.max_draws
+        assert len(passed) >= PER_WINDOW or used_up or self._world.epochs is not None, "it could have drawn more"
+        self._world.happened["window left short" if len(passed) < PER_WINDOW else "window filled up"] += 1
 
     def _check_inputs(self, claim: Claim) -> None:
         """What a stage reads is what was accepted, and was written by whoever reported it."""
@@ -322,7 +382,7 @@ class Promises:
         for unit in [*claim.units, *claim.baselines]:
             assert set(needed) <= set(unit.accepted) | {"source"}
             for producer, delivery in unit.accepted.items():
-                name = claim.window if producer == "source" else unit.unit.id
+                name = self._admitted_as[unit.unit.uid] if producer == "source" else unit.unit.id
                 assert self._accepted[producer, name] == delivery
                 assert (producer, name, delivery) in self._written
 
@@ -346,6 +406,7 @@ class Promises:
         if granularity == "window":
             sampled = {name for name in self._members[claim.window] if "#greedy" not in name}
             assert sampled <= there | gone, "a window in part"
+            self._check_filled(claim.window)
 
     def _check_done(self, effect: Settled, event: Acknowledged) -> None:
         place = (effect.stage, effect.unit.id)
@@ -410,6 +471,11 @@ class Promises:
         there = {(stage, state): n for stage, states in waits.items() for state, n in states.items()}
         assert dict(told) == {place: n for place, n in there.items() if n and place[1] not in ("done", "dead")}
 
+    def _check_dealt(self) -> None:
+        """The prompts were dealt out in the order of the epochs, without a gap."""
+        dealt = [divmod(number, PROMPTS) for number in range(len(self._drawn))]
+        assert sorted(self._drawn) == dealt
+
     def at_the_end(self) -> None:
         """Every unit is accounted for, and nothing is left behind; or the run stopped for a reason that was given."""
         coordinator = self._world.coordinator
@@ -418,6 +484,7 @@ class Promises:
             return
         assert coordinator.finished, f"the run does not end: {coordinator.blocked(self._world.now)}"
         self._world.happened["finished"] += 1
+        self._check_dealt()
         windows = [closed.window for closed in self._closed]
         assert sorted(self._unused) == sorted(windows), "a window is never cleared"
         every = {name for window in windows for name in self._members[window]}

@@ -29,10 +29,16 @@ class Storm:
 
     def __init__(self, name: str, seed: int) -> None:
         self._dice = dice = Random(seed)
-        self.world = World(name, staleness=dice.randrange(3), credits=dice.choice([None, None, 1, 2]))
+        self.world = World(
+            name,
+            staleness=dice.randrange(3),
+            credits=dice.choice([None, None, 1, 2]),
+            epochs=dice.choice([None, 1, 2]),
+        )
         self.world.way = self._way
         self._trouble = dice.choice([0.02, 0.1, 0.3])
         self._fates = dice.choice([WELL, WELL * 17 + ILL])
+        self._strict = dice.choice([1, 4])  # how many of five groups the stage that filters drops
         self._doomed = dice.choice(["", "", "", "rollout", "reward"])  # every claim of this stage kills its worker
         self._slow = self._draw_slow()
         self._mortal = [hand for hand in self.world.hands.values() if hand.stage != UPDATE]
@@ -80,6 +86,8 @@ class Storm:
             self.world.die(self.world.hands[job.worker], late=False)
             return
         fates = WELL if job.claim.stage == UPDATE else self._fates
+        if self.world.plans[job.claim.stage].filters and self._dice.random() < self._strict / 5:
+            fates = ["drop"]
         self.world.report(job, lambda: self._dice.choice(fates), self._dice.randrange(8), self._dice.choice([1, 2, 99]))
 
     def _deliver(self) -> None:

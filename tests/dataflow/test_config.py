@@ -298,8 +298,72 @@ def test_the_worst_case_of_a_window_counts_prompt_rows_and_all_sessions(tmp_path
     # 4 uids x (1 prompt row + 3 sessions); with greedy rows, one more of each.
     assert build(tmp_path, size, "estimator=grpo", "rollout.n=3").rows_per_window == 16
     assert build(tmp_path, size, "estimator=remax", "rollout.n=3").rows_per_window == 24
-    # No window is larger than the data set.
+    # No draw is larger than the data set.
     assert build(tmp_path, size, "estimator=grpo", "rollout.n=3", prompts=2).rows_per_window == 8
+    # Further draws count in full, with every row of theirs.
+    filtered = ("estimator=grpo", "rollout.n=3", "filter.groups=true", "filter.max_draws=2")
+    assert build(tmp_path, size, *filtered).most_rows == 48
+    assert build(tmp_path, size, *filtered, "baseline.greedy=true").most_rows == 72
+
+
+def test_filtered_groups_are_judged_before_the_advantage_and_their_windows_are_refilled(tmp_path: Path) -> None:
+    pipeline = build(tmp_path, "estimator=grpo", "filter.groups=true", "data.prompts_per_window=4", prompts=10)
+    assert list(pipeline.stages) == ["source", "rollout", "reward", "filter_groups", "advantage", "update"]
+    plan = pipeline.plans["filter_groups"]
+    assert (plan.granularity, plan.filters, plan.min_group) == ("group", True, 2)
+    assert "filter_groups" in pipeline.plans["advantage"].depends_on
+    assert (pipeline.prompts, pipeline.prompts_per_window, pipeline.epochs, pipeline.further_draws) == (10, 4, 1, 3)
+    assert pipeline.windows == 3
+    assert build(tmp_path, "estimator=grpo", "filter.groups=true", "windows=7").epochs is None
+
+
+def test_without_a_filter_nothing_is_drawn_again(tmp_path: Path) -> None:
+    pipeline = build(tmp_path, "estimator=grpo")
+    assert (pipeline.further_draws, pipeline.most_rows) == (0, pipeline.rows_per_window)
+
+
+def test_a_stage_of_the_users_own_that_filters_is_refilled_for_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataflow import Stage\n"
+        "class Keep(Stage):\n    name = 'keep'\n    reads = ('response_text',)\n    filters = True\n"
+    )
+    pipeline = build(tmp_path, f'stages=[{{use: "{file}:Keep"}}]', "filter.max_draws=2")
+    assert (pipeline.further_draws, pipeline.most_rows) == (2, 3 * pipeline.rows_per_window)
+
+
+@pytest.mark.parametrize("estimator", ["remax", "reinforce"])
+def test_B07_a_filter_is_refused_where_groups_without_spread_teach_something(tmp_path: Path, estimator: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{estimator!r} learns from them: .*choose one of: grpo, dr_grpo, rloo"):
+        load(tmp_path, "filter: {groups: true}", f"estimator={estimator}")
+
+
+def test_R18_a_buffer_longer_than_the_response_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward\.overlong\.buffer_tokens: 120 is more than rollout\.max_tokens, 100"
+    ):
+        load(tmp_path, "reward: {overlong: {buffer_tokens: 120}}", "rollout.max_tokens=100")
+    load(tmp_path, "reward: {overlong: {buffer_tokens: 100}}", "rollout.max_tokens=100")
+
+
+def test_C04_with_a_penalty_on_length_the_filter_compares_the_rewards_without_it(tmp_path: Path) -> None:
+    def compared(*more: str) -> str | None:
+        pipeline = build(tmp_path, "estimator=grpo", "filter.groups=true", *more)
+        by = {spec.where: spec.options for spec in pipeline.specs}["filter_groups"]["by"]
+        assert by is None or isinstance(by, str)
+        return by
+
+    assert compared() is None
+    assert compared("reward.overlong.buffer_tokens=2") == "task_reward"
+    assert compared("reward.overlong.buffer_tokens=2", "filter.by=return") == "return"
+
+
+def test_refilled_windows_are_reproducible_only_where_they_are_synchronous(tmp_path: Path) -> None:
+    filtered = ("estimator=grpo", "filter.groups=true")
+    assert build(tmp_path, *filtered).irreproducible == ""
+    assert "no spread" in build(tmp_path, *filtered).drops_by_rule
+    late = build(tmp_path, *filtered, "max_staleness=1").irreproducible
+    assert late == "max_staleness is 1, so that timing decides which prompts refill a window"
 
 
 def test_D02_a_file_without_the_prompt_column_is_refused_with_those_found_and_the_key_that_maps_it(

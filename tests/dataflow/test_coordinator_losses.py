@@ -9,7 +9,6 @@ import pytest
 from dataflow.batch import Failure
 from dataflow.events import (
     ATTEMPT_FAILED,
-    Admitted,
     Alarm,
     Claim,
     ClaimWanted,
@@ -28,7 +27,7 @@ from dataflow.events import (
     WorkerJoined,
 )
 from dataflow.pipeline import StagePlan
-from tests.dataflow.drive import Drive, drive, grpo, ids, key, plans, reward, rollout, source, update
+from tests.dataflow.drive import Drive, admitted, drive, grpo, ids, key, plans, reward, rollout, source, update
 
 # Deaths
 
@@ -326,9 +325,9 @@ def test_a_repeated_failure_counts_as_one_attempt() -> None:
 def test_a_repeated_admission_creates_no_units() -> None:
     run = drive(grpo())
     claim = run.claim("source-0")
-    admitted = Admitted("source-0", claim.id, 0, 0, (Prompt("0-a", 2, False),), run.now)
-    run.send(admitted)
-    run.send(admitted)
+    written = admitted("source-0", claim, Prompt("0-a", 2, False), now=run.now)
+    run.send(written)
+    run.send(written)
     assert run.coordinator.ledger.created == {"sampled": 2}
     assert run.coordinator.ledger.late == 1
 

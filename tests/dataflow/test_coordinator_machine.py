@@ -45,12 +45,14 @@ EVERYWHERE = {
 CLEARED = {"window cleared late": 3}  # where a device is shared, who holds it holds up the update too
 GREEDY = {"used as baseline": 500}
 GROUPS = {"dropped": 100, "partial group": 10}
+REFILL = {"refilled": 100, "refill granted again": 20, "window filled up": 100, "window left short": 20}
 TURNS = {"turn taken": 1500, "device freed": 1500, "call late": 50, "call lost": 20, "freed late": 50, "freed lost": 20}
 AT_LEAST = {
     "remax": EVERYWHERE | CLEARED | GREEDY,
     "grpo": EVERYWHERE | CLEARED | GROUPS,
     "grouped": EVERYWHERE | CLEARED | GREEDY | GROUPS,
     "turns": EVERYWHERE | GREEDY | TURNS,
+    "dapo": EVERYWHERE | GROUPS | REFILL,
 }
 
 
@@ -79,9 +81,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         name=st.sampled_from(sorted(PIPELINES)),
         staleness=st.integers(0, 2),
         credits=st.sampled_from([None, 1, 2]),
+        epochs=st.sampled_from([None, 1, 2]),
     )
-    def start(self, name: str, staleness: int, credits: int | None) -> None:
-        self.world = World(name, staleness, credits)
+    def start(self, name: str, staleness: int, credits: int | None, epochs: int | None) -> None:
+        self.world = World(name, staleness, credits, epochs)
         self.ways: list[Way] = []
         self.world.way = lambda kind: next((way for way in self.ways if way in WAYS[kind]), "straight")
 

@@ -66,6 +66,35 @@ def refused(match: str, *own: Stage, **options: Any) -> None:
 # The graph
 
 
+def keep(**attributes: Any) -> Stage:
+    return Plain("keep", ["response_text"], [col("kept")], **{"granularity": "group", "filters": True, **attributes})
+
+
+def test_a_stage_of_whole_windows_and_the_one_owner_come_after_the_stage_that_filters() -> None:
+    graph = pipeline(
+        keep(),
+        Plain("mean", ["response_text"], [col("m")], granularity="window"),
+        Plain("u", ["response_text"], [col("t")], one_owner=True),
+        Plain("beside", ["response_text"], [col("b")]),
+    )
+    graph.check()
+    assert graph.plans["mean"].depends_on == ("rollout", "keep")
+    assert "keep" in graph.plans["u"].depends_on
+    assert graph.plans["beside"].depends_on == ("rollout",)
+    assert [name for name, plan in graph.plans.items() if plan.filters] == ["keep"]
+    assert "  keep [group, filters] after rollout" in graph.render()
+
+
+def test_two_stages_that_filter_are_refused() -> None:
+    more = Plain("more", ["response_text"], [col("m")], filters=True)
+    refused(r"at most one stage that filters; these are: \['keep', 'more'\]", keep(), more)
+
+
+@pytest.mark.parametrize("attributes", [{"granularity": "window"}, {"one_owner": True}])
+def test_a_stage_that_filters_and_needs_windows_to_be_whole_is_refused(attributes: dict[str, Any]) -> None:
+    refused("stage 'keep' filters, and .*make it row, join, group or group_join", keep(**attributes))
+
+
 def test_stages_are_ordered_by_their_columns_whatever_the_order_they_are_given_in() -> None:
     last = Plain("last", ["b"], [col("c")])
     first = Plain("first", ["response_text"], [col("b")])
@@ -230,6 +259,14 @@ def test_a_credit_limit_below_one_window_is_refused_with_what_is_enough() -> Non
     refused("limits.max_rows: 99 is smaller than .* 100 rows.*set it to at least 100", max_rows=99)
     refused("limits.max_bytes: 999 .*set it to at least 1000", max_bytes=999, bytes_per_row=10)
     pipeline(max_rows=100, max_bytes=1000, bytes_per_row=10).check()
+
+
+def test_a_credit_limit_below_a_window_with_all_its_draws_is_refused_with_both_remedies() -> None:
+    remedies = "set it to at least {} or make windows smaller, or allow fewer further draws"
+    refused(f"worst case of 400 rows with 3 further draws.*{remedies.format(400)}", keep(), max_rows=399, max_draws=3)
+    refused(f"4000 bytes with 3 .*{remedies.format(4000)}", keep(), max_bytes=3999, bytes_per_row=10, max_draws=3)
+    pipeline(keep(), max_rows=400, max_draws=3).check()
+    pipeline(max_rows=100, max_draws=3).check()  # without a filter there are no further draws
 
 
 # From a specification to a stage

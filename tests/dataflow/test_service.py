@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ import pytest
 from dataflow import service as module
 from dataflow.batch import Failure
 from dataflow.coordinator import Coordinator
+from dataflow.draws import Draws
 from dataflow.errors import QueueError
-from dataflow.events import Acknowledged, Admitted, Claim, Dropped, Failed, Holding, Prompt, Warned
+from dataflow.events import Acknowledged, Claim, Dropped, Failed, Holding, Prompt, Warned
 from dataflow.journal import read_batches
 from dataflow.pipeline import StagePlan
 from dataflow.queue import MemoryQueue
 from dataflow.service import CoordinatorService, Status
 from dataflow.waits import Wait
 from dataflow.worker import Metrics, Report, Stop
-from tests.dataflow.drive import plans, reward, rollout, source, update
+from tests.dataflow.drive import admitted, plans, reward, rollout, source, update
 
 SHORT = plans(source(), rollout(), update("rollout"))
 GRADED = plans(source(), rollout(), reward(), update("reward"))
@@ -70,8 +72,9 @@ class Office:
             Acknowledged(worker, claim.id, unit.unit.id, unit.delivery, 1, 0.0) for unit in claim.units
         ]
         if not claim.units:
-            prompts = (Prompt(f"{claim.window_index}-a", 2, False),)
-            reports.append(Admitted(worker, claim.id, claim.window_index, claim.delivery, prompts, 0.0))
+            assert claim.draw is not None
+            uid = f"{claim.window_index}-{'ab'[claim.draw.number]}"
+            reports.append(admitted(worker, claim, Prompt(uid, 2, False)))
         for unit in claim.units:
             self.queue.put(claim.window, [unit.unit.id], {claim.stage: pa.array([unit.delivery])})
         await self.service.report([*reports, *more], metrics or {}, claim.window)
@@ -225,6 +228,25 @@ def test_a_closed_window_is_shown_with_its_averages_its_counts_and_the_time_sinc
         await office.work("source-0", "rollout-0", "update-0")
         (record,) = (await office.status(1)).closed
         assert (record.index, record.seconds, record.metrics) == (1, 2.0, {})
+        await office.settle()
+
+    run(story())
+
+
+def test_a_closed_window_is_shown_with_how_often_it_was_refilled_beside_what_the_stages_measured() -> None:
+    async def story() -> None:
+        filtering = replace(reward(), filters=True)
+        office = Office(plans(source(), rollout(), filtering, update("reward")), draws=Draws(9, 1, max_draws=1))
+        await office.open()
+        await office.work("source-0", "rollout-0")
+        claim = await office.claim("reward-0")
+        drops = [Dropped("reward-0", claim.id, unit.unit.id, unit.delivery, "a rule", 0.0) for unit in claim.units]
+        await office.service.report(drops, {"score": (2.0, 2.0)}, claim.window)
+        await office.work("source-0", "rollout-0", "reward-0", "update-0")
+        (record,) = (await office.status()).closed
+        assert record.metrics == {"score": 1.0, "filter/dropped_groups": 1, "refill/draws": 1}
+        assert record.weights == {"score": 2.0, "filter/dropped_groups": 1.0, "refill/draws": 1.0}
+        assert record.counts == {"sampled dropped: a rule": 2, "sampled trained": 2}
         await office.settle()
 
     run(story())

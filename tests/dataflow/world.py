@@ -13,9 +13,9 @@ from typing import Literal
 
 from dataflow.batch import Failure
 from dataflow.coordinator import Coordinator
+from dataflow.draws import Draws
 from dataflow.events import (
     Acknowledged,
-    Admitted,
     Claim,
     ClaimedUnit,
     ClaimWanted,
@@ -36,7 +36,18 @@ from dataflow.events import (
 from dataflow.pipeline import StagePlan
 from dataflow.stage import WHOLE_GROUPS
 from dataflow.weights import WeightsRef
-from tests.dataflow.promises import LEASE_S, MIN_GROUP, UPDATE, Job, Promises
+from tests.dataflow.drive import admitted
+from tests.dataflow.promises import (
+    LEASE_S,
+    MAX_DRAWS,
+    MIN_GROUP,
+    PER_WINDOW,
+    PROMPTS,
+    UPDATE,
+    Job,
+    Promises,
+    filling,
+)
 
 SAMPLED = frozenset({"sampled"})
 WINDOWS, SESSIONS, SOURCE_ATTEMPTS = 4, 3, 3
@@ -83,7 +94,14 @@ def turns() -> list[StagePlan]:
     return [*shared, JOIN, update("join", device="gpu")]
 
 
-PIPELINES = {plan.__name__: plan for plan in (remax, grpo, grouped, turns)}
+def dapo() -> list[StagePlan]:
+    """Whole groups, of which a filter drops some, so that windows are refilled."""
+    keep = StagePlan("filter", ("reward",), "group", min_group=MIN_GROUP, filters=True)
+    advantage = StagePlan("advantage", ("filter", "reward"), "group", min_group=MIN_GROUP)
+    return [ROLLOUT, REWARD, JUDGE, keep, advantage, update("advantage", "judge", "filter")]
+
+
+PIPELINES = {plan.__name__: plan for plan in (remax, grpo, grouped, turns, dapo)}
 
 
 @dataclass(eq=False)
@@ -144,13 +162,16 @@ class World:
         name: One of `PIPELINES`.
         staleness: How far windows may overlap.
         credits: How many windows may be open; None for any number.
+        epochs: How often the prompts are there to be drawn; None for any number.
     """
 
-    def __init__(self, name: str, staleness: int, credits: int | None = None) -> None:
+    def __init__(self, name: str, staleness: int, credits: int | None = None, epochs: int | None = None) -> None:
         plans = [StagePlan("source", (), "source", max_attempts=SOURCE_ATTEMPTS), *PIPELINES[name]()]
         self.plans = {plan.name: plan for plan in plans}
         self.staleness, self.credits = staleness, credits
-        self.greedy = name != "grpo"
+        self.epochs = epochs
+        self.max_draws = MAX_DRAWS if any(plan.filters for plan in plans) else 0
+        self.greedy = name not in ("grpo", "dapo")
         self.coordinator = self.new_coordinator()
         self.now = 0.0
         self.events = 0
@@ -176,6 +197,7 @@ class World:
             self.plans,
             "run",
             WINDOWS,
+            Draws(PROMPTS, PER_WINDOW, epochs=self.epochs, max_draws=self.max_draws),
             max_staleness=self.staleness,
             max_open_windows=self.credits,
             lease_s=LEASE_S,
@@ -270,21 +292,27 @@ class World:
         if fate in ("fail", "fail for good"):
             failure = Failure("Error", "boom")
             return Failed(job.worker, claim.id, claim.window, claim.delivery, failure, True, 0.0)
-        self.promises.wrote(job, claim.window, claim.delivery)
+        self.promises.wrote(job, filling(claim), claim.delivery)
+        draw = claim.draw
+        assert draw is not None
         dropped = "a rule" if fate == "drop" else ""
-        prompts = [Prompt(f"0-{claim.window_index}{name}", SESSIONS, False, dropped * (name == "a")) for name in "ab"]
+        prompts = [
+            Prompt(f"{draw.epoch}-{draw.first + number}", SESSIONS, False, dropped * (number == 0))
+            for number in range(draw.count)
+        ]
         if self.greedy:
             prompts += [Prompt(prompt.uid, 1, True, prompt.dropped) for prompt in prompts]
-        return Admitted(job.worker, claim.id, claim.window_index, claim.delivery, tuple(prompts), 0.0)
+        return admitted(job.worker, claim, *prompts)
 
     def _results(self, job: Job, units: Sequence[ClaimedUnit], fate: Callable[[], Fate]) -> list[Event]:
         claim, plan = job.claim, self.plans[job.claim.stage]
         events: list[Event] = [Published(WeightsRef(claim.window_index + 1, ""), 0.0)] if plan.one_owner else []
-        # A group is tried again whole; one of its units alone can be given up.
+        # A group is tried again whole, and filtered out whole; one of its units alone can be given up.
         common = fate() if plan.granularity in (*WHOLE_GROUPS, "window") else None
         for number, unit in enumerate(units):
             name, place = unit.unit.id, (job.worker, claim.id, unit.unit.id, unit.delivery)
-            own: Fate = fate() if common is None else common if common == "fail" or number == 0 else "done"
+            whole = common == "fail" or (common == "drop" and plan.filters)
+            own: Fate = fate() if common is None else common if whole or number == 0 else "done"
             if own == "done":
                 self.promises.wrote(job, name, unit.delivery)
                 events.append(Acknowledged(*place, 1, 0.0))

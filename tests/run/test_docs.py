@@ -62,7 +62,7 @@ def test_the_examples_of_baselines_run(tmp_path: Path) -> None:
 def test_the_page_of_algorithms_has_every_estimator_with_its_options_and_what_it_reads() -> None:
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     rows = {}
-    for line in page.splitlines():
+    for line in page.partition("## Advantage estimators")[2].partition("\n## ")[0].splitlines():
         if line.startswith("| `") and not line.startswith("| `estimator`"):
             name, _, _, said, options = (cell.strip() for cell in line.strip("|").split("|"))
             rows[name.strip("`")] = (said, options)
@@ -178,6 +178,13 @@ OTHER_VALUES = {
     "reward.timeout_s": "5",
     "reward.processes": "2",
     "reward.memory_mib": "512",
+    "reward.overlong.buffer_tokens": "2",
+    "reward.overlong.penalty": "0.5",
+    "filter.groups": "true",
+    "filter.by": "accuracy",
+    "filter.min_mean": "0.1",
+    "filter.max_mean": "0.9",
+    "filter.max_draws": "1",
     "baseline.greedy": None,  # only one value is consistent with each estimator; see test_config
     "baseline.on_missing": "fail",
     "baseline.ema_decay": "0.5",
@@ -196,6 +203,12 @@ OTHER_VALUES = {
     "update.epochs": "5",
     "update.micro_batch_tokens": "5",
     "update.threads": "2",
+    "update.lora": "{rank: 4}",
+    "critic.lr": "0.1",
+    "critic.epochs": "2",
+    "critic.clip": "0.1",
+    "critic.grad_clip": "0.1",
+    "kl_in_reward": "{coef: 0.1}",
     "update.deadline_s": "5",
     "run.save_model": "false",
     "limits.max_rows": "100000",
@@ -203,9 +216,17 @@ OTHER_VALUES = {
     "stages": '[{use: "stages.rewards:resolve"}]',
     "settings": "{reward: {placement: alone}}",
 }
-# What must be set beside a key, for it to mean anything.
-BESIDE = {
+# What a key has no effect without.
+FILTERED = ["estimator=grpo", "filter.groups=true"]
+TOGETHER_WITH = {
     "epochs": ["windows=null"],
+    **{key: ["estimator=gae"] for key in ("critic.lr", "critic.epochs", "critic.clip", "critic.grad_clip")},
+    "reward.overlong.penalty": ["reward.overlong.buffer_tokens=2"],
+    "filter.groups": FILTERED[:1],
+    "filter.by": FILTERED,
+    "filter.min_mean": FILTERED,
+    "filter.max_mean": FILTERED,
+    "filter.max_draws": FILTERED,
     "estimator_options": ["estimator=reinforce_plus_plus"],
     "reward_keys": ["estimator=gdpo", "reward_keys=[correct]"],
 }
@@ -236,7 +257,7 @@ def test_C02_every_documented_key_is_known_to_this_test() -> None:
 @pytest.mark.parametrize("key", [key for key, value in OTHER_VALUES.items() if value is not None])
 def test_C02_every_key_of_the_recipe_changes_the_pipeline(key: str) -> None:
     default = _default_config()
-    extra = BESIDE.get(key, [])
+    extra = TOGETHER_WITH.get(key, [])
     before, _ = load_config(None, extra, default)
     after, _ = load_config(None, [*extra, f"{key}={OTHER_VALUES[key]}"], default)
     assert rl.build(before) != rl.build(after)

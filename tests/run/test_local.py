@@ -199,6 +199,68 @@ def test_C03_a_scorer_that_is_always_zero_trains_nothing_and_says_so(tmp_path: P
     assert view.metrics()["loss/policy"].to_pylist() == [0.0, 0.0]
 
 
+# Graded by which prompt it is, so that the test knows which groups have spread: every third does.
+THIRD = """\
+import hashlib
+
+def reward(response, ground_truth, *, prompt, extra):
+    spread = extra["number"] % 3 == 2
+    return hashlib.sha256(response.encode()).digest()[0] / 256 if spread else 0.0
+"""
+REFILLED = ["estimator=grpo", "filter.groups=true", "rollout.n=8", "data.prompts_per_window=2", "data.shuffle=false"]
+
+
+@pytest.fixture
+def thirds(tmp_path: Path) -> list[str]:
+    """Settings of a run whose prompts teach something every third time."""
+    reward, data = tmp_path / "third.py", tmp_path / "thirds.jsonl"
+    reward.write_text(THIRD)
+    rows = [{"prompt": f"{n}+1=", "ground_truth": n + 1, "prompt_id": str(n), "number": n} for n in range(10, 31)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [*REFILLED, f"data.train={data}", f"reward.function={reward}:reward", "rollout.max_sequences=1"]
+
+
+def trained_prompts(view: dataflow.inspect.RunView, window: str) -> dict[str, int]:
+    """Uid -> the draw of its window with which it came, of the groups that were trained on."""
+    table = view.table(window, ["uid", "draw", "outcome"]).to_pylist()
+    return {row["uid"]: row["draw"] for row in table if row["outcome"] == "trained"}
+
+
+def test_C03_windows_are_refilled_until_each_trains_on_its_number_of_groups(
+    tmp_path: Path, thirds: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    view = run(tmp_path, "refilled", *thirds, "windows=3")
+    # Window 0 draws 10 and 11, then 12, 13 and 14; window 1 draws 15 and 16, then 17 and 18, then 19 and 20.
+    for window, expected in enumerate([{"0-11": 0, "0-14": 3}, {"0-17": 1, "0-20": 3}, {"0-23": 1, "0-26": 3}]):
+        assert trained_prompts(view, f"train/{window:06d}") == expected
+    ledger = view.ledger()
+    assert ledger["balanced"]
+    assert ledger["settled"] == {"sampled trained": 48, "sampled dropped: no spread": 88}
+    assert view.metrics()["refill/draws"].to_pylist() == [3, 3, 3]
+    assert view.metrics()["filter/dropped_groups"].to_pylist() == [3, 4, 4]
+    printed = capfd.readouterr().out
+    assert "reproducible: yes" in printed
+    assert "groups to train on" not in printed
+
+
+def test_a_refilled_run_gives_the_same_prompts_rewards_and_advantages_again(tmp_path: Path, thirds: list[str]) -> None:
+    views = [run(tmp_path, name, *thirds) for name in ("one", "two")]
+    names = ["uid", "draw", "response_ids", "reward", "advantages"]
+    first, second = ([view.table(f"train/{window:06d}", names).drop(["unit"]) for window in range(2)] for view in views)
+    assert first == second
+
+
+def test_a_refilled_run_ends_with_its_epochs_and_its_last_window_takes_what_is_there(
+    tmp_path: Path, thirds: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    view = run(tmp_path, "used-up", *thirds, "windows=null")
+    # 21 prompts, of which 11, 14, .. 29 have spread: seven groups in windows of two.
+    assert [len(trained_prompts(view, f"train/{window:06d}")) for window in range(4)] == [2, 2, 2, 1]
+    assert view.metrics().num_rows == 4
+    assert view.ledger()["created"] == {"sampled": 21 * 8}
+    assert capfd.readouterr().out.count("1 of 2 groups to train on") == 1
+
+
 def test_I04_each_unit_has_a_line_that_says_how_far_it_came_and_why_it_stopped(tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -195,6 +196,70 @@ def test_under_step_semantics_every_turn_is_graded() -> None:
     written = graded(rows, f"{FUNCTIONS}:length", semantics="step")
     assert [one["reward"] for one in written] == [5.0, 1.0, 2.0]
     assert {one["reward_semantics"] for one in written} == {"step"}
+
+
+# Length
+
+
+def of_length(tokens: int, **options: Any) -> dict[str, Any]:
+    return row("42", "42", response_mask=np.ones(tokens, np.int8), **options)
+
+
+def shaping(buffer: int, penalty: float = 1.0, longest: int = 100) -> dict[str, Any]:
+    return {"overlong": {"buffer_tokens": buffer, "penalty": penalty}, "max_tokens": longest}
+
+
+def test_R18_a_response_near_its_limit_loses_a_growing_part_of_its_reward_and_its_info_has_both() -> None:
+    lengths = [60, 80, 81, 85, 90, 100]
+    written = graded([of_length(tokens) for tokens in lengths], "exact_match", **shaping(20))
+    assert [one["reward"] for one in written] == pytest.approx([1.0, 1.0, 0.95, 0.75, 0.5, 0.0])
+    infos = [json.loads(one["reward_info"]) for one in written]
+    assert [info["task_reward"] for info in infos] == [1.0] * 6
+    assert [info["overlong_penalty"] for info in infos] == pytest.approx([0, 0, -0.05, -0.25, -0.5, -1])
+
+
+def test_the_whole_penalty_is_the_one_that_was_asked_for_and_makes_a_wrong_answer_negative() -> None:
+    rows = [of_length(100), {**of_length(100), "response_text": "41"}]
+    written = graded(rows, "exact_match", **shaping(20, penalty=0.25))
+    assert [one["reward"] for one in written] == [0.75, -0.25]
+
+
+def test_greedy_and_sampled_sessions_of_one_length_lose_the_same(tmp_path: Path) -> None:
+    greedy = [of_length(tokens, session=session, is_baseline=True) for session, tokens in enumerate((90, 10))]
+    batch = make_batch([of_length(90), *greedy])
+    columns = processed(batch, tmp_path, "exact_match", **shaping(20))
+    assert columns["reward"] == [0.5, 0.5, 1.0]
+    assert batch.metrics["reward/mean"] == (0.5, 1.0)
+    assert batch.metrics["reward/info/task_reward"] == (1.0, 1.0)
+    assert batch.metrics["reward/greedy/info/overlong_penalty"] == (-0.5, 2.0)
+
+
+def test_only_tokens_that_the_policy_drew_count_for_the_length() -> None:
+    mask = np.array([1] * 80 + [0] * 20, np.int8)
+    (one,) = graded([{**of_length(1), "response_mask": mask}], "exact_match", **shaping(20))
+    assert one["reward"] == 1.0
+
+
+def test_each_turn_that_is_graded_is_penalised_for_its_own_length() -> None:
+    turns = [of_length(tokens, session=0, turn=turn) for turn, tokens in enumerate((100, 90, 80))]
+    step = graded(turns, "exact_match", semantics="step", **shaping(20))
+    assert [one["reward"] for one in step] == [0.0, 0.5, 1.0]
+    once = graded(turns, "exact_match", **shaping(20))
+    assert [one["reward"] for one in once] == [1.0, 1.0, 1.0]
+
+
+def test_a_reward_that_is_not_known_is_not_shaped() -> None:
+    rows = [{**of_length(100), "response_text": "bad"}]
+    (one,) = graded(rows, f"{FUNCTIONS}:picky", **shaping(20))
+    assert (one["reward"], one["reward_status"]) == (None, "error")
+    assert "task_reward" not in json.loads(one["reward_info"])
+
+
+def test_without_a_penalty_the_stage_does_not_wait_for_the_mask_and_rewards_are_as_they_were() -> None:
+    assert "response_mask" not in Reward(RewardConfig()).reads
+    assert "response_mask" in Reward(RewardConfig(**shaping(20))).reads
+    (one,) = graded([row("42", "42")], "exact_match")
+    assert (one["reward"], "task_reward" in json.loads(one["reward_info"])) == (1.0, False)
 
 
 def test_options_reach_the_function() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dataflow.batch import Batch
+from dataflow.draws import Draw, Draws, windows_per_epoch
 from dataflow.errors import ConfigError, Drop
 from dataflow.stage import StageContext
-from stages.source import Source, SourceConfig, windows_per_epoch
+from stages.source import Source, SourceConfig
 
 from .conftest import CHAT, word_tokenizer
 
@@ -24,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def source(folder: Path, model: str, prompts: list[Any], *, seed: int = 0, **options: Any) -> Source:
+def source(folder: Path, model: str, prompts: list[Any], /, *, seed: int = 0, **options: Any) -> Source:
     """A source that has been set up on the given prompts."""
     path = folder / "prompts.jsonl"
     rows = [{"prompt_id": f"p{n}", "prompt": prompt, "ground_truth": n} for n, prompt in enumerate(prompts)]
@@ -32,7 +33,7 @@ def source(folder: Path, model: str, prompts: list[Any], *, seed: int = 0, **opt
     config = {
         "files": [str(path)],
         "model": model,
-        "prompts_per_window": 4,
+        "prompts": len(prompts),
         "rollout_n": 3,
         "greedy_baseline": False,
         "max_prompt_tokens": 16,
@@ -43,10 +44,17 @@ def source(folder: Path, model: str, prompts: list[Any], *, seed: int = 0, **opt
     return built
 
 
-def fill(built: Source, window: int) -> dict[str, list[Any]]:
-    """The prompt rows of a window, column by column."""
-    columns = built.process(Batch({}, (), (), f"run/train/{window:06d}", window))
+def write(built: Source, draw: Draw, window: int = 0) -> dict[str, list[Any]]:
+    """The prompt rows of a draw, column by column."""
+    columns = built.process(Batch({}, (), (), f"run/train/{window:06d}", window, draw=draw))
     return {name: list(values) for name, values in columns.items()}
+
+
+def fill(built: Source, window: int, per_window: int = 4) -> dict[str, list[Any]]:
+    """The prompt rows of a window as a run without further draws fills it."""
+    draws = Draws(built.config.prompts, per_window)
+    draw = [draws.take(0, per_window) for _ in range(window + 1)][-1]
+    return write(built, draw, window)
 
 
 def ten(folder: Path, model: str, **options: Any) -> Source:
@@ -70,15 +78,15 @@ def test_D01_S01_ten_prompts_in_windows_of_four_are_four_four_and_two_in_every_e
 
 
 def test_S01_the_window_after_an_epoch_begins_the_next_one(tmp_path: Path, model: str) -> None:
-    built = source(tmp_path, model, [f"w{n}" for n in range(8)], prompts_per_window=2)
-    assert (fill(built, 3)["epoch"], fill(built, 4)["epoch"]) == ([0, 0], [1, 1])
-    counts = Counter(prompt for window in range(8) for prompt in fill(built, window)["prompt_id"])
+    built = source(tmp_path, model, [f"w{n}" for n in range(8)])
+    assert (fill(built, 3, 2)["epoch"], fill(built, 4, 2)["epoch"]) == ([0, 0], [1, 1])
+    counts = Counter(prompt for window in range(8) for prompt in fill(built, window, 2)["prompt_id"])
     assert set(counts.values()) == {2}
 
 
 def test_D01_fewer_prompts_than_a_window_are_one_window_of_what_there_is(tmp_path: Path, model: str) -> None:
-    built = source(tmp_path, model, ["w1", "w2", "w3"], prompts_per_window=8)
-    assert len(fill(built, 0)["uid"]) == 3
+    built = source(tmp_path, model, ["w1", "w2", "w3"])
+    assert len(fill(built, 0, 8)["uid"]) == 3
     assert (windows_per_epoch(3, 8), windows_per_epoch(10, 4), windows_per_epoch(8, 4)) == (1, 3, 2)
 
 
@@ -103,6 +111,13 @@ def test_a_window_is_the_same_whoever_asks_and_however_often(tmp_path: Path, mod
 def test_without_shuffling_every_epoch_is_in_file_order(tmp_path: Path, model: str) -> None:
     built = ten(tmp_path, model, shuffle=False)
     assert order(built, 0) == order(built, 1) == [f"p{n}" for n in range(10)]
+
+
+def test_a_further_draw_goes_on_where_the_last_one_ended_and_is_marked_in_its_rows(tmp_path: Path, model: str) -> None:
+    built = ten(tmp_path, model, shuffle=False)
+    rows = write(built, Draw(number=2, epoch=1, first=5, count=3), window=4)
+    assert rows["uid"] == ["1-p5", "1-p6", "1-p7"]
+    assert (rows["draw"], set(rows["window"])) == ([2, 2, 2], {"run/train/000004"})
 
 
 # Rows
@@ -192,3 +207,5 @@ def test_O03_a_longer_prompt_stops_the_run_before_it_begins_and_is_named(tmp_pat
 def test_a_file_that_changed_since_it_was_checked_is_refused_at_set_up(tmp_path: Path, model: str) -> None:
     with pytest.raises(ConfigError, match=r"none\.jsonl"):
         source(tmp_path, model, ["w1"], files=[str(tmp_path / "none.jsonl")])
+    with pytest.raises(ConfigError, match=r"had 2 prompts when the run was checked, and 1 now"):
+        source(tmp_path, model, ["w1"], prompts=2)
