@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dataflow.errors import Drop, RunError
+from dataflow.stage import StageContext
 from dataflow.testing import make_batch, run_stage
 from stages.advantage import Advantage, AdvantageConfig
 from stages.filter_groups import FilterConfig, FilterGroups
@@ -149,8 +151,7 @@ def test_a_group_is_kept_exactly_if_the_estimator_gives_it_an_advantage(estimato
     steps = st.sampled_from([0.0, 1e-8, 1e-7, 1e-6, 0.25])
     rewards = [float(np.float32(base + data.draw(steps))) for _ in range(4)]
     rows = rows_of(a=rewards)
-    (advantages,) = {
-        any(map(np.any, columns["advantages"]))
-        for columns in [Advantage(AdvantageConfig(estimator=estimator)).process(make_batch(rows))]
-    }
+    advantage = Advantage(AdvantageConfig(estimator=estimator))
+    advantage.setup(StageContext("test", Path(), "advantage-0", 0))
+    (advantages,) = {any(map(np.any, columns["advantages"])) for columns in [advantage.process(make_batch(rows))]}
     assert (kept(rows) == ["a"]) == advantages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,111 @@ def test_a_saved_model_is_one_that_transformers_loads(make: MakeLearner, rows: l
     loaded = fresh_model(tmp_path / "model")
     assert largest_difference(weights(learner), loaded.state_dict()) == 0.0
     assert AutoTokenizer.from_pretrained(tmp_path / "model").pad_token == "<pad>"
+
+
+# Old log-probabilities, KL, entropy, correction
+
+
+def test_recomputed_log_probabilities_make_every_ratio_one_whatever_the_engine_said(
+    make: MakeLearner, rows: list[TokenRow]
+) -> None:
+    shifted = [one.with_values(rollout_log_probs=one.values["rollout_log_probs"] - 0.5) for one in rows]
+    learner, plain = make(old_log_probs="recomputed", lr=1e-4), make(lr=1e-4)
+    metrics = learner.update(shifted)
+    plain.update(rows)
+    assert metrics["update/old_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["mismatch/mean_abs"] == pytest.approx(0.5, abs=1e-5)  # still told of the engine
+    assert largest_difference(weights(learner), weights(plain)) < 1e-6
+
+
+def test_a_kl_loss_is_zero_at_the_reference_and_pulls_back_to_it(make: MakeLearner, rows: list[TokenRow]) -> None:
+    referred = [one.with_values(ref_log_probs=one.values["rollout_log_probs"], advantages=0 * one.mask) for one in rows]
+    options = {"kl_loss": {"coef": 1.0, "kind": "k2"}, "lr": 1e-3}
+    assert make(**options).update(referred)["policy/ref_kl"] == pytest.approx(0.0, abs=1e-9)
+    # Away from the reference: the same rows, of a reference that likes them better.
+    likelier = [one.with_values(ref_log_probs=one.values["ref_log_probs"] + 0.5) for one in referred]
+    learner = make(**options)
+    first, second = learner.update(likelier), learner.update(likelier)
+    assert first["policy/ref_kl"] == pytest.approx(0.125, rel=1e-2)
+    assert second["policy/ref_kl"] < first["policy/ref_kl"]
+
+
+def test_the_entropy_bonus_raises_the_entropy(make: MakeLearner, rows: list[TokenRow]) -> None:
+    idle = [one.with_values(advantages=0 * one.mask) for one in rows]
+    learner = make(entropy_coef=1.0, lr=1e-3)
+    first, second = learner.update(idle), learner.update(idle)
+    assert second["policy/entropy"] > first["policy/entropy"]
+
+
+def test_importance_weights_scale_the_step_and_rejected_tokens_leave_it(
+    make: MakeLearner, rows: list[TokenRow]
+) -> None:
+    # Every token is e^0.1 likelier now than when it was drawn, but those of group b, e^2.
+    shift = {"a": 0.1, "b": 2.0, "c": 0.1}
+    stale = [
+        one.with_values(rollout_log_probs=one.values["rollout_log_probs"] - np.float32(shift[one.group]))
+        for one in rows
+    ]
+    correction = {
+        "weights": {"level": "token", "high": 1.5},
+        "reject": [{"kind": "k1", "level": "token", "high": 2.0}],
+    }
+    learner = make(old_log_probs="recomputed", correction=correction, lr=1e-4)
+    metrics = learner.update(stale)
+    tokens = {name: sum(int(one.mask.sum()) for one in rows if one.group == name) for name in "abc"}
+    assert metrics["correction/rejected_share"] == pytest.approx(tokens["b"] / sum(tokens.values()), abs=1e-6)
+    assert metrics["correction/weight_max"] == pytest.approx(1.5)
+    left = [one for one in rows if one.group != "b"]
+    scaled = [one.with_values(advantages=one.values["advantages"] * np.float32(math.exp(0.1))) for one in left]
+    expected = make(lr=1e-4)
+    expected.update(scaled)
+    assert largest_difference(weights(learner), weights(expected)) < 2e-6
+
+
+@pytest.mark.parametrize("loss", ["gspo", "geo_mean", "clip_cov", "kl_cov"])
+def test_losses_of_sequences_and_of_selected_tokens_do_not_depend_on_the_micro_batch_split(
+    make: MakeLearner, rows: list[TokenRow], loss: str
+) -> None:
+    # Two turns of one session are one sequence, in one micro-batch however small.
+    turns = [
+        # Away from the old policy, where |d| of kl_cov has a slope.
+        replace(one, session="s" if index < 2 else "").with_values(
+            rollout_log_probs=one.values["rollout_log_probs"] - np.float32(0.1)
+        )
+        for index, one in enumerate(rows)
+    ]
+    options = {"share": 0.3} if loss.endswith("cov") else {}
+    made = [make(loss=loss, loss_options=options, micro_batch_tokens=tokens, lr=1e-4) for tokens in (16, 4096)]
+    for learner in made:
+        learner.update(turns)
+    assert largest_difference(weights(made[0]), weights(made[1])) < 1e-6
+
+
+# An adapter
+
+
+def test_an_adapter_changes_nothing_at_first_and_its_merged_weights_are_what_is_published_and_saved(
+    make: MakeLearner, rows: list[TokenRow], tiny_model: Path, tmp_path: Path
+) -> None:
+    initial = fresh_model(tiny_model)
+    learner = make(lora={"rank": 4}, kl_loss={"coef": 0.1}, lr=1e-2)
+    before = load_file(learner.publish().path)
+    assert all(torch.equal(before[name], initial.state_dict()[name]) for name in before)
+    metrics = [learner.update(rows) for _ in range(2)]
+    assert metrics[0]["mismatch/max_abs"] < 1e-5
+    # The policy without its adapter is the reference.
+    assert metrics[0]["policy/ref_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[1]["policy/ref_kl"] > 1e-6
+    base = learner.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    assert torch.equal(base, initial.model.layers[0].self_attn.q_proj.weight)
+    after = load_file(learner.publish().path)
+    assert set(after) == set(before)
+    merged = fresh_model(tiny_model)
+    merged.load_state_dict(after, strict=False)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, learner.model(ids).logits, atol=1e-5, rtol=1e-5)
+        assert float((merged(ids).logits - initial(ids).logits).abs().max()) > 1e-4
+    learner.save(tmp_path / "model")
+    saved = fresh_model(tmp_path / "model")
+    assert largest_difference(saved.state_dict(), merged.state_dict()) == 0.0
