@@ -5,8 +5,9 @@
     .venv/bin/python scripts/learn.py --engine vllm              on Ray, TransferQueue and vLLM: about an hour
     .venv/bin/python scripts/learn.py windows=48                 settings, as for dataflow.run
 
-By default each run is one process with the transformers engine (`--local`), some twenty seconds. From staleness 2 on, the
-ratio is to recomputed log-probabilities, and tokens are weighed by how much likelier the policy has become to draw them.
+By default each run is one process with the transformers engine (`--local`), some twenty seconds. From staleness 2 on,
+the ratio is to recomputed log-probabilities, and tokens are weighed by how much likelier the policy has become to draw
+them.
 
 Prints a Markdown table of the mean sampled reward over the first window and the last five. Exit code 1 says that one
 stayed below the goal.
