@@ -266,10 +266,11 @@ def _nearest(key: str, model: type[BaseModel]) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     close = close or [name for name in known if name.replace("_", ".") == flat]
     if not close:
-        tails = {name.rpartition(".")[2]: name for name in known}
-        close = [tails[tail] for tail in difflib.get_close_matches(key.rpartition(".")[2], tails, n=1, cutoff=0.7)]
+        tails = {name.rpartition(".")[2] for name in known}
+        tail = difflib.get_close_matches(key.rpartition(".")[2], sorted(tails), n=1, cutoff=0.7)
+        close = [name for name in known if name.rpartition(".")[2] in tail]  # update.lr and critic.lr alike
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {' or '.join(repr(name) for name in close)}?"
     section = key.rpartition(".")[0]
     near = [name for name in known if name.rpartition(".")[0] == section]
     return f"known keys here: {', '.join(near) or ', '.join(known)}"

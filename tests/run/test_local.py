@@ -308,7 +308,7 @@ def test_a_table_has_every_column_from_the_first_moment_on(tmp_path: Path, promp
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("lr=1", "did you mean 'update.lr'?"),
+        ("lr=1", "did you mean 'update.lr' or 'critic.lr'?"),
         ("engine=vlm", "did you mean 'vllm'?"),
         ('stages=[{use: "a.py:f", batchrows: 3}]', "did you mean 'batch_rows'?"),
         ("reward.function=builtins:len", "called as function(response, ground_truth)"),
