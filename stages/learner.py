@@ -98,11 +98,11 @@ class Learner:
             before: dict[str, float] = {}
             if cfg.looks_first:
                 rows, before = self._look(rows)
+                rows = [row for row in rows if np.any(row.mask)]  # what was rejected is in no denominator
             steps = [
-                (done, count_tokens(batch))
+                (self._step(batch, compare=not cfg.looks_first), count_tokens(batch))
                 for _ in range(cfg.epochs)
                 for batch in self._mini_batches(rows)
-                if (done := self._step(batch, compare=not cfg.looks_first))
             ]
             metrics["update/optimizer_steps"] = float(len(steps))
             metrics |= _merged(steps) | before
@@ -162,7 +162,9 @@ class Learner:
         return tensors
 
     def _mini_batches(self, rows: Sequence[TokenRow]) -> list[list[TokenRow]]:
-        """Cut rows into mini-batches of whole groups, in their order."""
+        """Cut rows into mini-batches of whole groups, in their order; none if rejection left no row."""
+        if not rows:
+            return []
         groups: dict[str, list[TokenRow]] = {}
         for row in rows:
             groups.setdefault(row.group, []).append(row)
@@ -208,8 +210,6 @@ class Learner:
         if needs.needs_batch is not None:
             rows = self._select(rows, needs.needs_batch)
         tokens, sequences = count_tokens(rows), count_sequences(rows)
-        if not tokens:
-            return {}  # rejection left nothing
         self._trained.zero_grad()
         sums: dict[str, float] = {}
         compared: Measured = []

@@ -125,8 +125,12 @@ class SumPiSquared(ScoringStage):
 
         config, rows, parts = self.config, self.rows(batch), []
         if batch.weights is not None and batch.weights.version > self.loaded_version:
-            # Tied parameters are in the file once, so some names are missing by design.
-            self._model.load_state_dict(load_file(batch.weights.path), strict=False)
+            # Tied parameters are in the file once, so some names are missing by design; none may be unknown.
+            unknown = self._model.load_state_dict(load_file(batch.weights.path), strict=False).unexpected_keys
+            if unknown:
+                raise ValueError(
+                    f"{batch.weights.path} has parameters that the model has not: {', '.join(unknown[:5])}"
+                )
             self.loaded_version = batch.weights.version
         with torch.no_grad(), precision(config.device, config.dtype):
             for micro in micro_batches(rows, config.micro_batch_tokens, config.device):

@@ -363,6 +363,28 @@ def test_importance_weights_scale_the_step_and_rejected_tokens_leave_it(
     assert largest_difference(weights(learner), weights(expected)) < 2e-6
 
 
+def test_a_rejected_session_is_in_no_denominator_and_with_all_rejected_there_is_no_step(
+    make: MakeLearner, rows: list[TokenRow]
+) -> None:
+    shift = {"a": 0.0, "b": 2.0, "c": 0.0}
+    stale = [
+        one.with_values(rollout_log_probs=one.values["rollout_log_probs"] - np.float32(shift[one.group]))
+        for one in rows
+    ]
+    options = {"old_log_probs": "recomputed", "aggregation": "seq-mean-token-sum", "lr": 1e-4}
+    rejecting = {"correction": {"reject": [{"kind": "k1", "level": "seq_mean", "high": 1.5}]}}
+    learner, expected = make(**options, **rejecting), make(**options)
+    got = learner.update(stale)
+    assert got["loss/policy"] == pytest.approx(
+        expected.update([one for one in rows if one.group != "b"])["loss/policy"], abs=1e-6
+    )
+    before = weights(learner)
+    metrics = learner.update([one for one in stale if one.group == "b"])
+    assert metrics["update/optimizer_steps"] == 0.0
+    assert metrics["correction/rejected_share"] == 1.0
+    assert largest_difference(before, weights(learner)) == 0.0
+
+
 @pytest.mark.parametrize("loss", ["gspo", "geo_mean", "clip_cov", "kl_cov"])
 def test_losses_of_sequences_and_of_selected_tokens_do_not_depend_on_the_micro_batch_split(
     make: MakeLearner, rows: list[TokenRow], loss: str
